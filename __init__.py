@@ -1,0 +1,10 @@
+"""ComfyUI entry of ComfyUI-MAGI2: registers the pack's two import names; ComfyUI itself is imported only when it asks for the nodes."""
+
+import importlib.util
+from pathlib import Path
+
+_spec = importlib.util.spec_from_file_location("magi2_packages", Path(__file__).resolve().parent / "magi2_core" / "packages.py")
+assert _spec is not None and _spec.loader is not None
+_packages = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_packages)
+_packages.register()

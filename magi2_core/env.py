@@ -1,0 +1,61 @@
+"""The only reader of environment variables in the pack. Every variable is a function here, documented in the README."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+
+def api_key() -> str:
+    """Key of the prompt-enhancement service (`MAGI2_API_KEY`), "" when unset. Never logged, never stored."""
+    return os.environ.get("MAGI2_API_KEY", "")
+
+
+def cache_dir() -> Path:
+    """Folder for things that can be made again (`MAGI2_CACHE_DIR`; default: the user's cache folder / magi2)."""
+    chosen = os.environ.get("MAGI2_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "magi2"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "magi2"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "magi2"
+
+
+def runtime_dir() -> Path:
+    """Folder of sockets, logs and mapped files of the backend (`MAGI2_RUNTIME_DIR`; default: per user, 0700 when made)."""
+    chosen = os.environ.get("MAGI2_RUNTIME_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and Path(base).is_dir():
+        return Path(base) / "magi2"
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return Path(tempfile.gettempdir()) / f"magi2-{user}"
+
+
+def model_dirs() -> list[Path]:
+    """Extra folders that hold checkpoints (`MAGI2_MODELS`, separated as PATH is)."""
+    return [Path(part) for part in os.environ.get("MAGI2_MODELS", "").split(os.pathsep) if part]
+
+
+def worker_python() -> str:
+    """Interpreter of the worker processes (`MAGI2_PYTHON`; default: this one)."""
+    return os.environ.get("MAGI2_PYTHON") or sys.executable
+
+
+def comfyui_path() -> Path | None:
+    """Folder of a ComfyUI to start headless (`COMFYUI_PATH`), None when unset."""
+    chosen = os.environ.get("COMFYUI_PATH")
+    return Path(chosen) if chosen else None
+
+
+def log_level() -> str:
+    """Level of the pack's loggers (`MAGI2_LOG_LEVEL`; default INFO)."""
+    return os.environ.get("MAGI2_LOG_LEVEL", "INFO").upper()
+
+
+def kernel_choice() -> str:
+    """Which kernels are used (`MAGI2_KERNELS`: auto, triton or reference; default auto: Triton on a supported GPU)."""
+    return os.environ.get("MAGI2_KERNELS", "auto").lower()

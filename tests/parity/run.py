@@ -1,0 +1,98 @@
+"""python tests/parity/run.py CASE_DIR...: runs golden cases by their own case.json, prints one line a tensor, exits 1 on a miss.
+
+A CASE_DIR may also be a folder above cases. Kinds are functions `run(case) -> {tensor name: tensor or text}` (fp32) and,
+where a case has bf16 rules that the mode can follow, `run_bf16(case)`; each lives in a `kind_*.py` beside this file.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if "magi2_core" not in sys.modules:
+    _spec = importlib.util.spec_from_file_location("magi2_packages", HERE.parent.parent / "magi2_core" / "packages.py")
+    _packages = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(_packages)
+    _packages.register()
+
+
+def load_sibling(name: str):
+    """Imports a file beside this one without touching sys.path."""
+    full = f"magi2_parity_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, HERE / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+KINDS = {
+    "preview_component": "kind_preview",
+    "preview_transformer": "kind_preview",
+    "packing": "kind_preview",
+    "schedule": "kind_sampling",
+    "preview_denoise": "kind_sampling",
+    "preview_engine": "kind_sampling",
+    "refiner_pack": "kind_refiner",
+    "refiner_forward": "kind_refiner",
+    "refiner_loop": "kind_refiner",
+    "turbo_vaed": "kind_vae",
+    "wan22_vae": "kind_vae",
+    "audio_vae": "kind_vae",
+    "text_encoder": "kind_text",
+    "prompt_enhancement": "kind_text",
+    "image_preprocess": "kind_media",
+    "video_post": "kind_media",
+}
+
+
+def run_case(folder: Path):
+    """Runs one case; returns its fp32 report and, where it applies, its bf16 report."""
+    cases = load_sibling("case")
+    case = cases.Case(folder)
+    if case.kind not in KINDS:
+        report = cases.Report()
+        report.add(False, f"kind {case.kind!r} is unknown; known: {', '.join(KINDS)}")
+        return [report]
+    module = load_sibling(KINDS[case.kind])
+    reports = [cases.compare(case, module.run(case), case.spec["compare"], case.outputs)]
+    if case.spec.get("compare_bf16") and hasattr(module, "run_bf16"):
+        produced = module.run_bf16(case)
+        if produced is not None:
+            rules = {name: rule for name, rule in case.spec["compare_bf16"].items() if name in produced}
+            reports.append(cases.compare(case, produced, rules, case.outputs_bf16))
+    return reports
+
+
+def find_cases(paths: list[Path]) -> list[Path]:
+    """Every folder with a case.json at or below the given paths."""
+    return [found.parent for path in paths for found in ([path / "case.json"] if (path / "case.json").is_file() else sorted(path.rglob("case.json")))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Runs golden cases and compares by their rules.")
+    parser.add_argument("cases", nargs="+", type=Path)
+    parser.add_argument("--quiet", action="store_true", help="print misses and totals only")
+    options = parser.parse_args(argv)
+    folders = find_cases(options.cases)
+    if not folders:
+        print("no case.json found", file=sys.stderr)
+        return 2
+    misses = 0
+    for folder in folders:
+        reports = run_case(folder)
+        missed = sum(report.misses for report in reports)
+        misses += missed
+        print(f"== {folder}: {'MISS' if missed else 'ok'}")
+        for report in reports:
+            for line in report.lines:
+                if not options.quiet or line.startswith("MISS"):
+                    print("  " + line)
+    print(f"{len(folders)} cases, {misses} misses")
+    return int(misses > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
