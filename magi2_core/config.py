@@ -138,7 +138,10 @@ class PreviewConfig:
         problems = [
             (self.hidden_size % self.head_dim != 0, f"hidden_size {self.hidden_size} is not a multiple of head_dim {self.head_dim}"),
             (self.head_dim % 8 != 0, f"head_dim {self.head_dim} is not a multiple of 8"),
-            (self.hidden_size % self.moe.num_heads != 0, f"hidden_size {self.hidden_size} is not a multiple of moe num_heads {self.moe.num_heads}"),
+            (
+                self.hidden_size % self.moe.num_heads != 0,
+                f"hidden_size {self.hidden_size} is not a multiple of moe num_heads {self.moe.num_heads}",
+            ),
             (self.moe.top_k > self.moe.num_experts, f"top_k {self.moe.top_k} exceeds num_experts {self.moe.num_experts}"),
             (
                 sorted((*self.mm_layers, *self.moe.moe_layers)) != list(range(self.num_layers)),
@@ -169,12 +172,23 @@ class WindowConfig:
     dense_frame_receptive_field: int = 11
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], dense_frame_receptive_field: int = 11, where: str = "refiner/config.json") -> "WindowConfig":
+    def from_dict(
+        cls, values: Mapping[str, Any], dense_frame_receptive_field: int = 11, where: str = "refiner/config.json"
+    ) -> "WindowConfig":
         """Reads `data_proxy.attn_config`, the "window" section overlaid; the mode "local" is an alias of "window".
 
         What the release defaults to when a window value is missing: level block, block_mode scan, sizes and radii 1.
         """
-        base = {"level": "block", "block_mode": "scan", "block_t_size": 1, "block_size": 1, "block_t_radius": 1, "block_h_radius": 1, "block_w_radius": 1, "win_size": 1}
+        base = {
+            "level": "block",
+            "block_mode": "scan",
+            "block_t_size": 1,
+            "block_size": 1,
+            "block_t_radius": 1,
+            "block_h_radius": 1,
+            "block_w_radius": 1,
+            "win_size": 1,
+        }
         merged = {**base, **values, **(values.get("window") or {})}
         merged["block_mode"] = merged.get("window_block_mode", merged["block_mode"])
         merged.setdefault("frame_receptive_field", dense_frame_receptive_field)
@@ -231,10 +245,14 @@ class RefinerConfig:
         arch.setdefault("local_attn_layers", list(range(int(arch.get("num_layers", cls.num_layers)))))
         merged = {**arch, **{key: proxy[key] for key in ("patch_size", "t_patch_size", "spatial_rope_interpolation") if key in proxy}}
         attention = proxy.get("attn_config") or values.get("attn_config")
-        window = WindowConfig() if attention is None else WindowConfig.from_dict(attention, int(proxy.get("frame_receptive_field", 11)), where)
+        window = (
+            WindowConfig() if attention is None else WindowConfig.from_dict(attention, int(proxy.get("frame_receptive_field", 11)), where)
+        )
         config = cls(**_pick(cls, {key: value for key, value in merged.items() if key != "window"}, where), window=window)
         if config.hidden_size % config.head_dim or config.num_heads % config.num_query_groups:
-            raise CheckpointError(f"{where}: hidden_size {config.hidden_size}, head_dim {config.head_dim} and num_query_groups {config.num_query_groups} do not divide.")
+            raise CheckpointError(
+                f"{where}: hidden_size {config.hidden_size}, head_dim {config.head_dim} and num_query_groups {config.num_query_groups} do not divide."
+            )
         return config
 
 

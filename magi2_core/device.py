@@ -42,7 +42,9 @@ def prepare_platform() -> str:
         try:
             importlib.import_module("torchada")
         except ImportError:
-            raise DependencyError("This torch is built for MUSA; the package torchada is needed. Install it: pip install torchada") from None
+            raise DependencyError(
+                "This torch is built for MUSA; the package torchada is needed. Install it: pip install torchada"
+            ) from None
         return "musa"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,14 +64,23 @@ def list_devices() -> list[DeviceInfo]:
     kind = prepare_platform()
     module = accelerator_module()
     if module is None:
-        return [DeviceInfo(name=platform.processor() or platform.machine(), kind="cpu", index=0, total_bytes=0, free_bytes=0, architecture="cpu")]
+        return [
+            DeviceInfo(
+                name=platform.processor() or platform.machine(), kind="cpu", index=0, total_bytes=0, free_bytes=0, architecture="cpu"
+            )
+        ]
     found = []
     for index in range(module.device_count()):
         properties = module.get_device_properties(index)
         free, total = module.mem_get_info(index)
         found.append(
             DeviceInfo(
-                name=properties.name, kind=kind, index=index, total_bytes=total, free_bytes=free, architecture=f"sm_{properties.major}{properties.minor}" if kind == "cuda" else "musa"
+                name=properties.name,
+                kind=kind,
+                index=index,
+                total_bytes=total,
+                free_bytes=free,
+                architecture=f"sm_{properties.major}{properties.minor}" if kind == "cuda" else "musa",
             )
         )
     return found
@@ -91,7 +102,9 @@ def resolve(name: str = "auto") -> "torch.device":
     module = accelerator_module()
     count = module.device_count() if module is not None else 0
     if device.type != kind or (device.index or 0) >= count:
-        raise RequestError(f"device {name!r} is not there: this machine has {count} {kind} device(s). Use auto or cpu, or check the driver.")
+        raise RequestError(
+            f"device {name!r} is not there: this machine has {count} {kind} device(s). Use auto or cpu, or check the driver."
+        )
     return torch.device(device.type, device.index or 0)
 
 

@@ -25,7 +25,9 @@ def register() -> None:
         if loaded is not None:
             origin = Path(loaded.__file__ or "").resolve().parent
             if origin != folder:
-                raise ImportError(f"{name} is already loaded from {origin}, this copy is {folder}. Keep one copy of ComfyUI-MAGI2 and remove the other.")
+                raise ImportError(
+                    f"{name} is already loaded from {origin}, this copy is {folder}. Keep one copy of ComfyUI-MAGI2 and remove the other."
+                )
             continue
         spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
         assert spec is not None and spec.loader is not None

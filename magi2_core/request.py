@@ -286,7 +286,21 @@ class Progress:
     preview: Tensor | None = None
 
 
-WIRE_TYPES = {cls.__name__: cls for cls in (EncodeRequest, Conditioning, GuidanceOptions, SolverState, Latents, SampleRequest, RefineRequest, DecodeRequest, Clip, Progress)}
+WIRE_TYPES = {
+    cls.__name__: cls
+    for cls in (
+        EncodeRequest,
+        Conditioning,
+        GuidanceOptions,
+        SolverState,
+        Latents,
+        SampleRequest,
+        RefineRequest,
+        DecodeRequest,
+        Clip,
+        Progress,
+    )
+}
 
 
 def to_message(value: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -362,7 +376,9 @@ def load_latents(path: Path) -> Latents:
             if metadata.get("format") != "magi2-latents":
                 raise RequestError(f"{path} is not a latent file of this pack.")
             if int(metadata.get("schema", 0)) > LATENT_SCHEMA:
-                raise RequestError(f"{path} has latent schema {metadata['schema']}, this version reads up to {LATENT_SCHEMA}. Update ComfyUI-MAGI2.")
+                raise RequestError(
+                    f"{path} has latent schema {metadata['schema']}, this version reads up to {LATENT_SCHEMA}. Update ComfyUI-MAGI2."
+                )
             latents = from_message(json.loads(metadata["header"]), {key: handle.get_tensor(key) for key in handle.keys()})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise RequestError(f"latent file {path} cannot be read: {error}.") from None

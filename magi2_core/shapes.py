@@ -130,4 +130,6 @@ def check_seconds(seconds: float, experimental: bool = False) -> None:
         return
     if experimental:
         raise RequestError(f"seconds {seconds:g}: with the experimental switch, {MIN_EXPERIMENTAL_SECONDS:g} to {SECONDS:g} are allowed.")
-    raise RequestError(f"seconds {seconds:g}: the model makes {SECONDS:g} s clips. For 2 to 10 s switch on experimental durations (quality is untested).")
+    raise RequestError(
+        f"seconds {seconds:g}: the model makes {SECONDS:g} s clips. For 2 to 10 s switch on experimental durations (quality is untested)."
+    )

@@ -68,7 +68,11 @@ def run_case(folder: Path):
 
 def find_cases(paths: list[Path]) -> list[Path]:
     """Every folder with a case.json at or below the given paths."""
-    return [found.parent for path in paths for found in ([path / "case.json"] if (path / "case.json").is_file() else sorted(path.rglob("case.json")))]
+    return [
+        found.parent
+        for path in paths
+        for found in ([path / "case.json"] if (path / "case.json").is_file() else sorted(path.rglob("case.json")))
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
