@@ -1,0 +1,1 @@
+"""What several ops share: the token runs of each modality, the implementation choice, argument checks."""
