@@ -1,0 +1,1 @@
+"""The ComfyUI nodes: the only folder that imports ComfyUI."""

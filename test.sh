@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Checks style and types, then runs the tests. Arguments go to pytest: ./test.sh tests/test_cli.py, ./test.sh -m slow.
+# Tests that need a GPU, the released weights, a running ComfyUI or minutes are left out unless -m asks for them.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+. .ci/setup.sh
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}"
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy magi2_core kernels
+
+gpus=$("$PY" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+markers="not slow and not weights and not comfyui"
+[ "$gpus" -ge 1 ] || markers="$markers and not gpu"
+[ "$gpus" -ge 2 ] || markers="$markers and not multi_gpu"
+echo "pytest -m \"$markers\" ($gpus GPUs, $OMP_NUM_THREADS threads)"
+exec .venv/bin/pytest -q -m "$markers" "$@"
