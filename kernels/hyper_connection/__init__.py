@@ -1,0 +1,100 @@
+"""Manifold hyper-connections: N residual streams, mixed around a branch by coefficients made from the streams (spec preview.md 3.7).
+
+`hyper_projection` and `hyper_coefficients` make the three coefficient sets, `hyper_branch_input` the branch's input and
+`hyper_connect` the new streams. All are local to a token. Legend: S tokens, N streams, C channels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..common.checks import check_rank, check_rows, weight_blocks
+from ..common.segments import ModalitySegments
+from . import reference
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HyperWeights:
+    """Learned numbers of one branch, all fp32: phi [N * C, N * (N + 2)], alphas [1], bias_pre and bias_post [N], bias_res [N, N]."""
+
+    phi: Tensor
+    alpha_pre: Tensor
+    alpha_post: Tensor
+    alpha_res: Tensor
+    bias_pre: Tensor
+    bias_post: Tensor
+    bias_res: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HyperCoefficients:
+    """`pre` [S, N] weights into the branch, `post` [S, N] out of it, `res` [S, N, N] from stream j into stream i."""
+
+    pre: Tensor
+    post: Tensor
+    res: Tensor
+
+
+def hyper_projection(streams: Tensor, norm_weight: Tensor, phi: Tensor, segments: ModalitySegments | None = None) -> Tensor:
+    """Normalises the flattened streams in fp32 and projects them.
+
+    Args:
+        streams: [S, N, C].
+        norm_weight: fp32, stored minus one; [N * C] without segments, [M * N * C] with them.
+        phi: fp32 [N * C, N * (N + 2)], applied from the right.
+        segments: modality runs over the S rows.
+
+    Returns:
+        fp32 [S, N * (N + 2)]: N columns for pre, N for post, N * N for res (row-major).
+    """
+    check_rank("streams", streams, 3)
+    check_rows("streams", streams, segments)
+    streams_n, width = streams.shape[1], streams.shape[1] * streams.shape[2]
+    weight_blocks("norm_weight", norm_weight, segments, width)
+    if tuple(phi.shape) != (width, streams_n * (streams_n + 2)) or phi.dtype != torch.float32:
+        raise ValueError(f"phi is {phi.dtype} {tuple(phi.shape)}, expected float32 {(width, streams_n * (streams_n + 2))}.")
+    return reference.hyper_projection(streams, norm_weight, phi, segments)
+
+
+def hyper_coefficients(
+    projection: Tensor, weights: HyperWeights, *, width: int, iterations: int = 20, out_dtype: torch.dtype
+) -> HyperCoefficients:
+    """Turns a projection into coefficients: sigmoid, 2 sigmoid, and a Sinkhorn-normalised matrix; fp32 until one rounding.
+
+    Args:
+        projection: fp32 [S, N * (N + 2)] of `hyper_projection`.
+        weights: of the branch.
+        width: N * C; the projection is scaled by its inverse square root.
+        iterations: Sinkhorn rounds, columns before rows in each.
+        out_dtype: type of the coefficients, that of the streams.
+    """
+    check_rank("projection", projection, 2)
+    n = weights.bias_pre.shape[0]
+    if projection.shape[1] != n * (n + 2):
+        raise ValueError(f"projection has {projection.shape[1]} columns, expected {n * (n + 2)} for {n} streams.")
+    pre, post, res = reference.hyper_coefficients(projection, weights, width=width, iterations=iterations)
+    return HyperCoefficients(pre.to(out_dtype), post.to(out_dtype), res.to(out_dtype))
+
+
+def hyper_branch_input(streams: Tensor, pre: Tensor) -> Tensor:
+    """Sums the streams with the weights `pre`: [S, N, C] and [S, N] to [S, C] in the type of `streams`, fp32 inside."""
+    check_rank("streams", streams, 3)
+    return reference.hyper_branch_input(streams, pre)
+
+
+def hyper_connect(streams: Tensor, branch: Tensor, coefficients: HyperCoefficients) -> Tensor:
+    """Mixes the streams by `res` and adds the branch output by `post`: fp32 accumulation, one rounding.
+
+    Args:
+        streams: [S, N, C].
+        branch: [S, C].
+        coefficients: made from these streams.
+
+    Returns:
+        [S, N, C], new memory.
+    """
+    check_rank("streams", streams, 3)
+    if branch.shape != (streams.shape[0], streams.shape[2]):
+        raise ValueError(f"branch has shape {tuple(branch.shape)}, expected {(streams.shape[0], streams.shape[2])}.")
+    return reference.hyper_connect(streams, branch, coefficients.post, coefficients.res)

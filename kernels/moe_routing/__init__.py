@@ -1,0 +1,97 @@
+"""Routing of the multi-head mixture of experts: scores, top-k, and the routes sorted by expert (spec preview.md 3.9, steps 3).
+
+Every head is an expert set of its own: expert e of head g has the flat number g * E + e. The functions see whatever heads
+they are given, so a rank that holds some heads routes those. Legend: S tokens, G heads, E experts a head, K routes a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..common.checks import check_rank
+from . import reference
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """`ids` int64 [G, S, K] experts in falling order of biased score, `weights` fp32 [G, S, K] what each result is multiplied by."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """All routes grouped by flat expert, tokens ascending inside one. R = G * S * K.
+
+    `tokens` int32 [R] row of the token; `weights` fp32 [R]; `offsets` int64 [G * E + 1] where each expert's routes begin.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Work list of a grouped matrix product: tile i takes up to `rows` routes from `start[i]` on, all of expert `expert[i]`.
+
+    int32 [n] each, n an upper bound that the host knows without waiting for the device; unused tiles have expert -1.
+    """
+
+    expert: Tensor
+    start: Tensor
+    rows: int
+
+
+def router_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """Scores before the sigmoid: x [S, G, d] in any type, gate fp32 [G * E, d], to fp32 [G, S, E]."""
+    check_rank("x", x, 3)
+    if gate.shape[1] != x.shape[2] or gate.shape[0] % x.shape[1] or gate.dtype != torch.float32:
+        raise ValueError(
+            f"gate is {gate.dtype} {tuple(gate.shape)}, expected float32 [{x.shape[1]} heads * experts, {x.shape[2]}]: pass the same heads in both."
+        )
+    return reference.router_logits(x, gate)
+
+
+def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> TopK:
+    """Chooses by sigmoid plus bias; weights are the unbiased sigmoids, made to sum to `route_scale`.
+
+    Args:
+        logits: fp32 [G, S, E].
+        expert_bias: fp32 [G * E].
+        top_k: K, at most E.
+        route_scale: sum of the weights of one token and head.
+    """
+    check_rank("logits", logits, 3)
+    if expert_bias.numel() != logits.shape[0] * logits.shape[2]:
+        raise ValueError(f"expert_bias has {expert_bias.numel()} numbers, expected {logits.shape[0]} heads * {logits.shape[2]} experts.")
+    if not 0 < top_k <= logits.shape[2]:
+        raise ValueError(f"top_k {top_k} is outside 1..{logits.shape[2]}, the experts of a head.")
+    return TopK(*reference.select_experts(logits, expert_bias, top_k=top_k, route_scale=route_scale))
+
+
+def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> TopK:
+    """`router_logits` and `select_experts` without keeping the logits of all tokens at once."""
+    check_rank("x", x, 3)
+    rows = max(1, reference.CHUNK_SCORES // max(1, gate.shape[0]))
+    parts = [
+        select_experts(router_logits(x[start : start + rows], gate), expert_bias, top_k=top_k, route_scale=route_scale)
+        for start in range(0, max(1, x.shape[0]), rows)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return TopK(torch.cat([part.ids for part in parts], dim=1), torch.cat([part.weights for part in parts], dim=1))
+
+
+def sort_routes(chosen: TopK, num_experts: int) -> Routes:
+    """Groups the routes by flat expert; `num_experts` is E."""
+    return Routes(*reference.sort_routes(chosen.ids, chosen.weights, num_experts))
+
+
+def plan_tiles(routes: Routes, rows: int) -> Tiles:
+    """Cuts every expert's routes into tiles of `rows`, on the device, without a copy to the host."""
+    if rows < 1:
+        raise ValueError(f"rows {rows}: a tile holds at least one route.")
+    return Tiles(*reference.plan_tiles(routes.offsets, routes.tokens.shape[0], rows), rows)

@@ -1,0 +1,44 @@
+"""The same functions in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+CHUNK_SCORES = 1 << 27
+"""fp32 scores held at once by `route`: 512 MB."""
+MIN_SUM = 1e-12
+
+
+def router_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """One fp32 product a head; casting the gate down would change which experts are chosen."""
+    heads = x.shape[1]
+    return torch.bmm(x.float().transpose(0, 1), gate.view(heads, -1, x.shape[2]).transpose(1, 2))
+
+
+def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> tuple[Tensor, Tensor]:
+    """The bias moves the choice only, never a weight."""
+    scores = torch.sigmoid(logits)
+    ids = torch.topk(scores + expert_bias.view(scores.shape[0], 1, -1), top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    return ids, weights / weights.sum(-1, keepdim=True).clamp_min(MIN_SUM) * route_scale
+
+
+def sort_routes(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A stable sort of head-major, token-major routes keeps the tokens of an expert ascending."""
+    heads, tokens, top_k = ids.shape
+    flat = (ids + torch.arange(heads, device=ids.device).view(-1, 1, 1) * num_experts).flatten()
+    experts, order = torch.sort(flat, stable=True)
+    offsets = torch.searchsorted(experts, torch.arange(heads * num_experts + 1, device=ids.device))
+    return ((order // top_k) % tokens).int() if tokens else order.int(), weights.flatten()[order], offsets
+
+
+def plan_tiles(offsets: Tensor, routes: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Every expert wastes less than one tile, so full tiles plus one an expert bound their number."""
+    experts = offsets.shape[0] - 1
+    tiles_before = torch.cumsum(-(-offsets.diff() // rows), dim=0)
+    index = torch.arange(routes // rows + min(experts, routes), device=offsets.device)
+    expert = torch.searchsorted(tiles_before, index, right=True)
+    used = expert < experts
+    owner = expert.clamp_max(experts - 1)
+    first_tile = tiles_before[owner] - (-(-offsets.diff()[owner] // rows))
+    start = offsets[owner] + (index - first_tile) * rows
+    return torch.where(used, owner, -1).int(), torch.where(used, start, 0).int()

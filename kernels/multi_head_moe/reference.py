@@ -1,0 +1,31 @@
+"""The same function in plain PyTorch: a loop over the experts that have routes."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..moe_routing import Routes
+from ..swiglu.reference import gated
+
+if TYPE_CHECKING:
+    from . import ExpertWeights
+
+
+def multi_head_moe(x: Tensor, routes: Routes, weights: "ExpertWeights") -> Tensor:
+    """Matrix products of fp32 copies, so that only the stated roundings happen."""
+    tokens, heads, width = x.shape
+    experts_a_head = weights.gate.shape[0] // heads
+    rows = x.reshape(tokens * heads, width)
+    out = torch.zeros_like(rows)
+    bounds = routes.offsets.tolist()
+    for expert, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if start == stop:
+            continue
+        index = routes.tokens[start:stop].long() * heads + expert // experts_a_head
+        inputs = rows[index].float()
+        hidden = gated(inputs @ weights.gate[expert].float(), inputs @ weights.up[expert].float()).to(x.dtype)
+        result = (hidden.float() @ weights.down[expert].float()) * routes.weights[start:stop].unsqueeze(-1)
+        # An expert has a token at most once, so each target is added to once per call.
+        out.index_add_(0, index, result.to(x.dtype))
+    return out.view(tokens, heads, width)
