@@ -177,9 +177,10 @@ class WindowConfig:
     ) -> "WindowConfig":
         """Reads `data_proxy.attn_config`, the "window" section overlaid; the mode "local" is an alias of "window".
 
-        What the release defaults to when a window value is missing: level block, block_mode scan, sizes and radii 1.
+        What the release defaults to when a value is missing: mode dense, level block, block_mode scan, sizes and radii 1.
         """
         base = {
+            "mode": "dense",
             "level": "block",
             "block_mode": "scan",
             "block_t_size": 1,
@@ -244,7 +245,7 @@ class RefinerConfig:
             raise CheckpointError(f"{where}: activation_type is {arch['activation_type']!r}, expected 'swiglu7'.")
         arch.setdefault("local_attn_layers", list(range(int(arch.get("num_layers", cls.num_layers)))))
         merged = {**arch, **{key: proxy[key] for key in ("patch_size", "t_patch_size", "spatial_rope_interpolation") if key in proxy}}
-        attention = proxy.get("attn_config") or values.get("attn_config")
+        attention = proxy.get("attn_config", values.get("attn_config"))
         window = (
             WindowConfig() if attention is None else WindowConfig.from_dict(attention, int(proxy.get("frame_receptive_field", 11)), where)
         )
