@@ -3,8 +3,8 @@
 The branches have different text lengths, so each has its own packing, built once. Facts: spec components.md 1.9.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -25,12 +25,19 @@ class RefinerVelocities:
     audio_uncond: Tensor | None
 
 
+class RefinerModel(Protocol):
+    """A RefinerTransformer, or what wraps one: the whole packed sequence in, velocity rows [S, out] of all of it back."""
+
+    config: RefinerConfig
+
+    def __call__(self, sequence: RefinerSequence) -> Tensor: ...
+
+
 class RefinerVelocity:
     """Velocity of a refiner for one clip.
 
     Args:
-        model: whole sequence -> velocity rows [S, out] of the whole sequence: a RefinerTransformer, or what wraps one.
-        config: of that model.
+        model: answers for the whole sequence, whatever it does inside.
         latent_shape: the refined shape.
         text, negative: encoder features [1, L, C] of the prompt and of the negative prompt, on the model's device.
         guided: False runs only the unconditional branch (a guidance scale of 0).
@@ -40,8 +47,7 @@ class RefinerVelocity:
 
     def __init__(
         self,
-        model: Callable[[RefinerSequence], Tensor],
-        config: RefinerConfig,
+        model: RefinerModel,
         *,
         latent_shape: LatentShape,
         text: Tensor,
@@ -51,7 +57,7 @@ class RefinerVelocity:
         fixed_audio: Tensor | None = None,
     ) -> None:
         self._model = model
-        self._config = config
+        self._config = config = model.config
         self._fixed_audio = fixed_audio
         self._branches: list[tuple[Tensor, RefinerPacking]] = []
         grid = token_grid((latent_shape.frames, latent_shape.height, latent_shape.width), config)

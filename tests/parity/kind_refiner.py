@@ -197,7 +197,6 @@ def _denoised(case, model: RefinerTransformer, prefix: str, shape: LatentShape, 
     scale = evaluation["magi2_refiner_video_txt_guidance_scale"]
     velocity = RefinerVelocity(
         model,
-        model.config,
         latent_shape=shape,
         text=inputs["context"],
         negative=inputs["context_null"],
