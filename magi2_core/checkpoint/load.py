@@ -1,0 +1,157 @@
+"""A module built on the meta device becomes a loaded one: checked against the headers first, then filled tensor by tensor.
+
+Nothing is read before every name, shape and dtype agrees. Only the rows this rank keeps are copied out of the mapped files, each
+straight to its device and dtype and assigned, so the host holds what it keeps plus at most one tensor. Facts: spec preview.md 2.4.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from magi2_core.errors import CheckpointError, Interrupted
+from magi2_core.request import Progress
+
+from .index import ComponentFiles, Reader, TensorEntry, open_reader
+from .slices import Slice, SliceRule
+
+ProgressCallback = Callable[[Progress], None]
+StopCheck = Callable[[], bool]
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadResult(Generic[M]):
+    """The loaded module in evaluation mode, and the bytes that were read from its files."""
+
+    module: M
+    bytes_read: int
+
+
+def file_dtypes(module: nn.Module) -> Callable[[str], torch.dtype]:
+    """The rule "the file has the dtype that `module` has" for `load_module`'s `dtype_of`."""
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict(keep_vars=True).items()}
+    return dtypes.__getitem__
+
+
+def check_names(component: ComponentFiles, wanted: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError on the first tensor that the files lack or that the module does not know, with the count of all."""
+    missing = [name for name in wanted if name not in component.tensors]
+    unknown = [name for name in component.tensors if name not in wanted]
+    if not missing and not unknown:
+        return
+    totals = f"({len(missing)} missing and {len(unknown)} unknown; the model has {len(wanted)} tensors)"
+    if missing:
+        raise component.fail(
+            f"missing {totals}. Check that the sizes in config.json belong to these files, or download them again.", name=missing[0]
+        )
+    raise component.fail(
+        f"unknown, the model has no such tensor {totals}. Check that the sizes in config.json belong to these files.",
+        component.tensors[unknown[0]],
+        unknown[0],
+    )
+
+
+def _check_tensor(component: ComponentFiles, name: str, wanted: Tensor, part: Slice | None, dtype: torch.dtype | None) -> None:
+    entry = component.tensors[name]
+    shape = tuple(wanted.shape)
+    if part is not None:
+        assert part.length == shape[part.dim], f"{name}: the slice has {part.length} rows, the module {shape[part.dim]}"
+        shape = part.full_shape(shape)
+    if entry.shape != shape:
+        raise component.fail(f"shape is {list(entry.shape)}, expected {list(shape)}. Check the sizes in config.json.", entry, name)
+    if dtype is None:
+        if not entry.dtype.is_floating_point:
+            raise component.fail(f"dtype is {entry.dtype}, expected a floating-point one.", entry, name)
+    elif entry.dtype != dtype:
+        raise component.fail(
+            f"dtype is {entry.dtype}, expected {dtype}. Quantised or converted files are not read: use the released ones.", entry, name
+        )
+
+
+def _fetch(read: Reader, entry: TensorEntry, part: Slice | None, wanted: Tensor, device: torch.device) -> tuple[Tensor, int]:
+    """The rank's part of a tensor on `device` in the module's dtype, and the bytes read; rows past the file's end are zero."""
+    stored = read(entry, part)
+    if part is None or part.stop <= part.total:
+        value = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
+        value.copy_(stored)
+    else:
+        value = torch.zeros(wanted.shape, dtype=wanted.dtype, device=device)
+        value.narrow(part.dim, 0, stored.shape[part.dim]).copy_(stored)
+    return value, stored.numel() * stored.element_size()
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        owner._buffers[leaf] = value
+
+
+def finish(module: nn.Module) -> None:
+    """Runs `module.finish_loading()` where it exists, switches to evaluation, and makes sure that nothing is left without data."""
+    if callable(getattr(module, "finish_loading", None)):
+        module.finish_loading()  # type: ignore[operator]
+    module.eval().requires_grad_(False)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        assert not tensor.is_meta, f"{type(module).__name__}.{name} has no data after loading"
+
+
+def load_module(
+    factory: Callable[[], M],
+    component: ComponentFiles,
+    *,
+    device: torch.device | str,
+    dtype_of: Callable[[str], torch.dtype | None] | None = None,
+    slices: SliceRule | None = None,
+    progress: ProgressCallback | None = None,
+    should_stop: StopCheck | None = None,
+) -> LoadResult[M]:
+    """Builds `factory()` without memory, checks it against `component`, then loads it to `device`.
+
+    Args:
+        factory: makes the module in the sizes and dtypes this rank keeps.
+        component: headers of the weight files, from `read_component` or `torch_component`.
+        dtype_of: tensor name -> dtype the FILE must have, None for any floating-point one; by default the module's own.
+            The value is converted to the module's dtype after that check.
+        slices: tensor name -> rows that this rank keeps.
+        progress: called after each file with stage "load" and a message as "preview: shard 12/56".
+        should_stop: asked before each file; True raises Interrupted.
+
+    Raises CheckpointError naming component, file and tensor on the first disagreement, before any weight is read.
+    """
+    device = torch.device(device)
+    with torch.device("meta"):
+        module = factory()
+    wanted = dict(module.state_dict(keep_vars=True))
+    check_names(component, wanted)
+    parts = {name: slices(name) if slices else None for name in wanted}
+    for name, tensor in wanted.items():
+        _check_tensor(component, name, tensor, parts[name], tensor.dtype if dtype_of is None else dtype_of(name))
+    groups = component.by_file()
+    bytes_read, started = 0, time.monotonic()
+    for number, (file, entries) in enumerate(groups, start=1):
+        if should_stop is not None and should_stop():
+            raise Interrupted(f"loading of {component.name} was cancelled at shard {number} of {len(groups)}.")
+        try:
+            with open_reader(file, component.state) as read:
+                for name, entry in entries:
+                    value, count = _fetch(read, entry, parts[name], wanted[name], device)
+                    _assign(module, name, value)
+                    bytes_read += count
+                    del value
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{component.name}: {file}: cannot be read ({error}). It changed since its header was checked.") from None
+        if progress is not None:
+            seconds = (time.monotonic() - started) / number
+            text = f"{component.name}: shard {number}/{len(groups)}"
+            remaining = seconds * (len(groups) - number)
+            progress(Progress(stage="load", step=number, total=len(groups), seconds_per_step=seconds, eta_seconds=remaining, message=text))
+    finish(module)
+    return LoadResult(module=module, bytes_read=bytes_read)
