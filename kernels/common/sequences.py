@@ -1,5 +1,6 @@
 """Where each packed sequence starts: host integers for planning, an int32 tensor for kernels."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class CuSeqlens:
     def build(cls, ends: Sequence[int], device: torch.device | str = "cpu") -> "CuSeqlens":
         """Makes both forms. `ends` starts at 0 and never falls; equal neighbours are an empty sequence."""
         host = tuple(int(end) for end in ends)
-        if not host or host[0] != 0 or any(after < before for before, after in zip(host, host[1:], strict=False)):
+        if not host or host[0] != 0 or any(after < before for before, after in itertools.pairwise(host)):
             raise ValueError(f"cu_seqlens {host}: expected ascending row numbers that begin with 0.")
         return cls(host, torch.tensor(host, dtype=torch.int32, device=device))
 

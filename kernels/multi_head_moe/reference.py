@@ -1,5 +1,6 @@
 """The same function in plain PyTorch: a loop over the experts that have routes."""
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ def multi_head_moe(x: Tensor, routes: Routes, weights: "ExpertWeights") -> Tenso
     rows = x.reshape(tokens * heads, width)
     out = torch.zeros_like(rows)
     bounds = routes.offsets.tolist()
-    for expert, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start == stop:
             continue
         index = routes.tokens[start:stop].long() * heads + expert // experts_a_head

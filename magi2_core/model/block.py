@@ -1,0 +1,49 @@
+"""One layer of the preview transformer and the stack of all of them (spec preview.md 3.7)."""
+
+import torch
+from torch import Tensor, nn
+
+from magi2_core.config import PreviewConfig
+
+from .attention import Attention
+from .hyper_connection import HyperConnectedLayer
+from .modality import NUM_MODALITIES
+from .moe import DenseMLP, MoEMLP
+from .packing import TokenContext
+
+
+class PreviewLayer(HyperConnectedLayer):
+    """Attention, then MLP. A layer has weights per modality and a dense MLP, or shared attention and experts."""
+
+    def __init__(self, config: PreviewConfig, index: int, dtype: torch.dtype) -> None:
+        per_modality = index in config.mm_layers
+        blocks = NUM_MODALITIES if per_modality else 1
+        super().__init__(config, blocks)
+        self.attention = Attention(config, blocks, dtype)
+        self.mlp = DenseMLP(config, dtype) if per_modality else MoEMLP(config, dtype)
+
+    def attend(self, streams: Tensor, tokens: TokenContext) -> Tensor:
+        """Streams [S, N, C] after the attention branch."""
+        return self.through("attn", streams, tokens.segments, lambda x: self.attention(x, tokens))
+
+    def feed_forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
+        """Streams [S, N, C] after the MLP branch."""
+        return self.through("mlp", streams, tokens.segments, lambda x: self.mlp(x, tokens))
+
+    def forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
+        """[S, N, C] to [S, N, C]."""
+        return self.feed_forward(self.attend(streams, tokens), tokens)
+
+
+class PreviewBlock(nn.Module):
+    """All layers in order."""
+
+    def __init__(self, config: PreviewConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PreviewLayer(config, index, dtype) for index in range(config.num_layers))
+
+    def forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
+        """[S, N, C] to [S, N, C]."""
+        for layer in self.layers:
+            streams = layer(streams, tokens)
+        return streams
