@@ -65,7 +65,9 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--caption", metavar="FILE", help="a JSON file that holds a structured caption")
     group.add_argument("--image", metavar="FILE", help="first frame: a picture (png, jpg, webp ...) the clip starts from")
     group.add_argument("--negative-prompt", metavar="TEXT", help="what the clip must not look or sound like (default: the checkpoint's)")
-    group.add_argument("--enhance", action="store_true", help="let a language model write the prompt out first (needs the two options below)")
+    group.add_argument(
+        "--enhance", action="store_true", help="let a language model write the prompt out first (needs the two options below)"
+    )
     group.add_argument("--enhance-url", metavar="URL", help="base URL of an OpenAI-compatible service; its key comes from MAGI2_API_KEY")
     group.add_argument("--enhance-model", metavar="NAME", help="name of the service's model")
 
@@ -101,7 +103,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is written")
     group.add_argument("--output", metavar="FILE.mp4", help="the clip (default: the next free output/clip_NNNN.mp4)")
-    group.add_argument("--wav", metavar="FILE", help="also write the soundtrack without loss (.wav or .flac)")
+    group.add_argument("--wav", metavar="FILE.wav", help="also write the soundtrack without loss, 24 bit")
     group.add_argument("--output-size", metavar="WxH", help="rescale the decoded frames to exactly this size, e.g. 1920x1080")
     group.add_argument("--decoder", choices=("turbo", "wan"), default="turbo", help="turbo (fast, default) or wan (quality)")
     group.add_argument(
@@ -136,7 +138,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     doctor = _command(commands, "doctor", "say what this machine has and what is missing", DOCTOR)
     doctor.add_argument("--checkpoint", metavar="NAME|DIR", help="look at this checkpoint only (default: all that are found)")
-    doctor.add_argument("--verify", action="store_true", help="read every file and compare with the checkpoint's SHA-256 manifest (minutes)")
+    doctor.add_argument(
+        "--verify", action="store_true", help="read every file and compare with the checkpoint's SHA-256 manifest (minutes)"
+    )
     doctor.add_argument("--write-manifest", action="store_true", help="write the SHA-256 manifest of a checkpoint you trust (minutes)")
     return parser
 
@@ -161,7 +165,9 @@ def _run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("magi2_core", "magi2_kernels"):
             raise
-        raise DependencyError(f"the package {error.name} is needed. Install it: pip install {error.name}. {PROGRAM} doctor lists all.") from error
+        raise DependencyError(
+            f"the package {error.name} is needed. Install it: pip install {error.name}. {PROGRAM} doctor lists all."
+        ) from error
     except Exception as error:
         from .device import is_out_of_memory
 

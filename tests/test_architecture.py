@@ -228,7 +228,9 @@ def test_imports_absolute_between_packages_relative_inside(source: Source) -> No
     assert not [f"line {item.line}: level {item.level}" for item in source.imports if item.level > deepest]
     if source.path.parent == ROOT / "magi2_core":
         crossing = [item for item in source.imports if item.level and (_target(item.name) or "").split(".")[0] in BELOW.keys() - {"cli"}]
-        assert not [f"line {item.line}: {item.name}" for item in crossing if (ROOT / "magi2_core" / _target(item.name).split(".")[0]).is_dir()]
+        assert not [
+            f"line {item.line}: {item.name}" for item in crossing if (ROOT / "magi2_core" / _target(item.name).split(".")[0]).is_dir()
+        ]
     elif source.package not in ("kernels", "nodes"):
         own = f"magi2_core.{source.package}."
         assert not [f"line {item.line}: {item.name}" for item in source.imports if not item.level and item.name.startswith(own)]
@@ -267,9 +269,7 @@ def device_namers(source: Source) -> list[int]:
     """Lines that name an accelerator or a collective library in code."""
     lines = []
     for node in ast.walk(_without_docstrings(source.tree)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and DEVICE_WORDS.fullmatch(node.value):
-            lines.append(node.lineno)
-        elif isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES:
+        if (isinstance(node, ast.Constant) and isinstance(node.value, str) and DEVICE_WORDS.fullmatch(node.value)) or (isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES):
             lines.append(node.lineno)
     return lines
 

@@ -1,0 +1,177 @@
+"""`doctor`: what this machine has and what is missing: packages, devices, kernels, checkpoints. Exit code 1 when something needed is missing."""
+
+import argparse
+import importlib
+import importlib.metadata
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from magi2_core import __version__, device, env
+from magi2_core.checkpoint import catalog
+from magi2_core.errors import Magi2Error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package the pack uses: `module` is its import name, `pip` its name on the index, `lowest` the oldest version that works."""
+
+    module: str
+    pip: str
+    purpose: str
+    needed: bool = True
+    lowest: tuple[int, ...] = ()
+
+
+PACKAGES = (
+    Package(module="torch", pip="torch", purpose="everything", lowest=(2, 5)),
+    Package(module="numpy", pip="numpy", purpose="pictures and sound"),
+    Package(module="safetensors", pip="safetensors", purpose="checkpoints and latents"),
+    Package(module="einops", pip="einops", purpose="the models"),
+    Package(module="transformers", pip="transformers", purpose="the text encoder", lowest=(5, 5)),
+    Package(module="av", pip="av", purpose="writing mp4"),
+    Package(module="PIL", pip="Pillow", purpose="reading pictures"),
+    Package(module="soundfile", pip="soundfile", purpose="writing wav"),
+    Package(module="triton", pip="triton", purpose="fast kernels on a GPU", needed=False),
+    Package(module="flash_attn_interface", pip="fa3-fwd", purpose="FlashAttention 3 on Hopper cards", needed=False),
+    Package(module="torchada", pip="torchada", purpose="Moore Threads cards", needed=False),
+)
+
+
+class Findings:
+    """Prints lines and counts what is missing."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+
+    def line(self, text: str = "") -> None:
+        """One line on stdout."""
+        sys.stdout.write(text + "\n")
+
+    def fail(self, text: str, remedy: str) -> None:
+        """A line for something needed that is not right, with what to do."""
+        self.line(f"  MISSING  {text}: {remedy}")
+        self.missing.append(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; 0 when all that is needed is there, else 1."""
+    findings = Findings()
+    findings.line(f"ComfyUI-MAGI2 {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    findings.line("\npackages")
+    has_torch = all([_check_package(findings, package) for package in PACKAGES][:1])
+    if has_torch:
+        findings.line("\ndevices")
+        _check_devices(findings)
+    findings.line("\ncheckpoints")
+    if has_torch:
+        _check_checkpoints(findings, options)
+    else:
+        for checkpoint in catalog.find_checkpoints():
+            findings.line(f"  {checkpoint.name}: {', '.join(checkpoint.components)} in {checkpoint.path} (not opened: torch is missing)")
+    findings.line()
+    findings.line("ready" if not findings.missing else f"not ready: {'; '.join(findings.missing)}")
+    return int(bool(findings.missing))
+
+
+def _version(package: Package) -> str | None:
+    """Installed version, None when the package cannot be imported."""
+    try:
+        importlib.import_module(package.module)
+    except Exception:
+        return None
+    try:
+        return importlib.metadata.version(package.pip)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(sys.modules[package.module], "__version__", "unknown version"))
+
+
+def _check_package(findings: Findings, package: Package) -> bool:
+    version = _version(package)
+    lowest = ".".join(map(str, package.lowest))
+    wanted = f'"{package.pip}>={lowest}"' if lowest else package.pip
+    if version is None and not package.needed:
+        findings.line(f"  absent   {package.pip} (optional: {package.purpose}; pip install {wanted})")
+        return False
+    if version is None:
+        findings.fail(f"{package.pip} ({package.purpose})", f"pip install {wanted}")
+        return False
+    if package.lowest and _numbers(version) < package.lowest:
+        findings.fail(f"{package.pip} {version} is too old ({package.purpose})", f"pip install --upgrade {wanted}")
+        return False
+    findings.line(f"  ok       {package.pip} {version}")
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")
+    return tuple(int(part) for part in parts[:3] if part.isdigit())
+
+
+def _check_devices(findings: Findings) -> None:
+    try:
+        devices = device.list_devices()
+    except Magi2Error as error:
+        findings.fail("device", str(error))
+        return
+    for found in devices:
+        memory = f", {found.free_bytes / 1e9:.1f} of {found.total_bytes / 1e9:.1f} GB free" if found.total_bytes else ""
+        findings.line(
+            f"  {found.kind if found.kind == 'cpu' else f'{found.kind}:{found.index}'}  {found.name} ({found.architecture}){memory}"
+        )
+    chosen = device.resolve("auto")
+    findings.line(f"  used by default: {chosen}, {str(device.default_dtype(chosen)).removeprefix('torch.')}")
+    _describe_kernels(findings, chosen)
+
+
+def _check_checkpoints(findings: Findings, options: argparse.Namespace) -> None:
+    if options.checkpoint:
+        try:
+            chosen = [catalog.get_checkpoint(options.checkpoint).path]
+        except Magi2Error:
+            # A folder that holds nothing yet: the report says what to fetch into it.
+            chosen = [Path(options.checkpoint)]
+    else:
+        chosen = [checkpoint.path for checkpoint in catalog.find_checkpoints()]
+        others = [str(folder) for folder in env.model_dirs()]
+        findings.line(f"  looked in MAGI2_MODELS ({', '.join(others) or 'not set'}) and at the embedded nano")
+    from magi2_core.checkpoint.report import report_checkpoint
+
+    for path in chosen:
+        report = report_checkpoint(path)
+        for line in report.lines():
+            findings.line(f"  {line}")
+        if not report.is_complete:
+            findings.missing.append(f"checkpoint {report.path.name} is not complete")
+        elif options.write_manifest or options.verify:
+            _checksums(findings, report.path, options)
+    if not options.checkpoint and all(path == catalog.EMBEDDED for path in chosen):
+        size = catalog.RELEASED_BYTES / 1e9
+        findings.line(f"  the released model is not here: {size:.0f} GB, resumable: {catalog.download_line()}")
+
+
+def _checksums(findings: Findings, path: Path, options: argparse.Namespace) -> None:
+    from magi2_core.checkpoint.manifest import verify_manifest, write_manifest
+
+    from .cancel import Cancel
+    from .progress import ProgressBar
+
+    bar = ProgressBar()
+    with Cancel() as cancel:
+        try:
+            if options.write_manifest:
+                target = write_manifest(path, progress=bar, should_stop=cancel.requested)
+                bar.finish()
+                findings.line(f"    wrote {target}")
+            if options.verify:
+                faults = verify_manifest(path, progress=bar, should_stop=cancel.requested)
+                bar.finish()
+                for fault in faults:
+                    findings.line(f"    DAMAGED  {fault.message}")
+                if faults:
+                    findings.missing.append(f"{len(faults)} file(s) of {path.name} differ from the manifest: download them again")
+                else:
+                    findings.line("    verified: every file is as the manifest says")
+        finally:
+            bar.finish()

@@ -1,0 +1,131 @@
+"""`generate`: a prompt, or a prompt and a picture, becomes an mp4 with stereo sound, stage by stage.
+
+Everything that needs no weights is checked first (plan.py). Latents are written as soon as a stage has made them, so a
+later failure or Ctrl-C loses nothing: sampling can be resumed, decoding and refining repeated with --from-latents.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from magi2_core import env
+from magi2_core.errors import EnhanceError, Interrupted, Magi2Error
+from magi2_core.media import mux
+from magi2_core.media.metadata import build_metadata
+from magi2_core.pipeline.build import build_pipeline
+from magi2_core.pipeline.hooks import StageHooks
+from magi2_core.request import Clip, Latents, save_latents
+from magi2_core.text.enhance import EnhanceSettings, enhance
+
+from .cancel import Cancel
+from .plan import Plan, fill_sample, make_plan
+from .progress import ProgressBar, clock_text
+
+
+def say(text: str) -> None:
+    """One line for the user, on stderr: stdout holds the results only."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; raises Magi2Error. Returns 0."""
+    plan = make_plan(options)
+    if plan.checkpoint.is_embedded and not options.checkpoint:
+        say("No --checkpoint given: using the embedded nano, a small trained model of one moving shape with a sound (see README.md).")
+    if options.enhance:
+        plan = _enhanced(plan, options)
+    started = time.monotonic()
+    bar = ProgressBar()
+    with Cancel() as cancel:
+        hooks = StageHooks(progress=bar, should_stop=cancel.requested, on_partial=lambda latents: _keep(plan, latents, bar))
+        try:
+            _generate(plan, options, hooks, bar)
+        finally:
+            bar.finish()
+    say(f"done in {clock_text(time.monotonic() - started)}")
+    return 0
+
+
+def _enhanced(plan: Plan, options: argparse.Namespace) -> Plan:
+    """The plan with the prompt written out by the service; the service is asked before any weights are read."""
+    if plan.encode is None:
+        return plan
+    settings = EnhanceSettings(base_url=options.enhance_url, model=options.enhance_model)
+    say(f"asking {options.enhance_model} to write the prompt out ...")
+    picture = None if plan.encode.image is None else encode_jpeg(plan.encode.image)
+    prompt = enhance(plan.encode.prompt, settings=settings, key=env.api_key(), image_jpeg=picture)
+    if not prompt.strip():
+        raise EnhanceError(f"{options.enhance_model} answered with an empty caption. Try again, or leave out --enhance.")
+    say(prompt)
+    return replace(plan, encode=replace(plan.encode, prompt=prompt))
+
+
+def _keep(plan: Plan, latents: Latents, bar: ProgressBar) -> None:
+    """Saves the state of a cut run."""
+    bar.finish()
+    path = plan.files.beside("partial")
+    save_latents(latents, path)
+    say(f"kept the state of the stopped run in {path}; go on with: generate --resume {path}")
+
+
+def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: ProgressBar) -> None:
+    pipeline = build_pipeline(
+        plan.checkpoint.path, device=options.device, dtype=options.dtype, kernels=options.kernels or "auto", hooks=hooks
+    )
+    conditioning = None if plan.encode is None else pipeline.encode(plan.encode)
+    latents = plan.latents
+    if plan.sample is not None:
+        assert conditioning is not None
+        latents = pipeline.sample(fill_sample(plan, conditioning))
+        if latents.solver is not None:
+            _keep(plan, latents, bar)
+            return
+    assert latents is not None
+    saved = _save(plan, options, latents, "latents") if plan.sample is not None else Path(options.from_latents)
+    try:
+        if plan.refine is not None:
+            assert conditioning is not None
+            latents = pipeline.refine(replace(plan.refine, conditioning=conditioning, latents=latents))
+            saved = _save(plan, options, latents, "refined")
+        clip = pipeline.decode(replace(plan.decode, latents=latents))
+        bar.finish()
+        _write(plan, latents, clip)
+    except Interrupted as error:
+        raise Interrupted(_with_hint(error, saved)) from error
+    except Magi2Error as error:
+        raise type(error)(_with_hint(error, saved)) from error
+
+
+def _with_hint(error: Magi2Error, saved: Path | None) -> str:
+    return str(error) if saved is None else f"{error} The latents are kept; go on with: generate --from-latents {saved}"
+
+
+def _save(plan: Plan, options: argparse.Namespace, latents: Latents, kind: str) -> Path | None:
+    if not options.save_latents:
+        return None
+    path = plan.files.beside(kind)
+    save_latents(latents, path)
+    return path
+
+
+def _write(plan: Plan, latents: Latents, clip: Clip) -> None:
+    files = plan.files
+    if files.wav is not None:
+        assert clip.waveform is not None
+        mux.write_wav(files.wav, clip.waveform, clip.sample_rate)
+    assert clip.frames is not None
+    mux.write_video(
+        files.video,
+        clip.frames,
+        clip.fps,
+        waveform=clip.waveform,
+        sample_rate=clip.sample_rate,
+        metadata=build_metadata(latents, {"decoder": plan.decode.decoder}),
+    )
+    count, height, width = clip.frames.shape[:3]
+    sys.stdout.write(
+        f"{files.video}: {width}x{height}, {count} frames at {clip.fps:g} fps, seed {latents.seed}, latents {latents.sha256()}\n"
+    )
