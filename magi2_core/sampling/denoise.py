@@ -7,7 +7,7 @@ audio have a solver each. The refiner has no audio. A run is a function of `Solv
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,19 +23,13 @@ from .unipc import FlowUniPC
 PLAIN = GuidanceOptions()
 
 
-class Velocities(Protocol):
-    """What a model returns: fp32 velocities of both branches, None for what it did not compute."""
-
-    video_cond: Tensor | None
-    video_uncond: Tensor
-    audio_cond: Tensor | None
-    audio_uncond: Tensor | None
-
-
 class VelocityModel(Protocol):
-    """Velocity at a state: video fp32 [1, 48, T, h, w], audio fp32 [1, A, 64] or None, integer timestep 0..999."""
+    """Velocity at a state: video fp32 [1, 48, T, h, w], audio fp32 [1, A, 64] or None, integer timestep 0..999.
 
-    def __call__(self, video: Tensor, audio: Tensor | None, timestep: int) -> Velocities: ...
+    The result has `video_cond`, `video_uncond`, `audio_cond`, `audio_uncond`: fp32, None for what was not computed.
+    """
+
+    def __call__(self, video: Tensor, audio: Any, timestep: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
