@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy magi2_core kernels
+.venv/bin/mypy --explicit-package-bases magi2_core kernels nodes
 
 gpus=$("$PY" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 markers="not slow and not weights and not comfyui"

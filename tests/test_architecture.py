@@ -171,7 +171,7 @@ def forbidden_imports(source: Source) -> list[str]:
     wrong = []
     for item in source.imports:
         target = _target(item.name)
-        if target is not None and not _within(target, allowed):
+        if target and not _within(target, allowed):
             wrong.append(f"{source.label}:{item.line} imports {item.name}")
     return wrong
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from magi2_core import env
 from magi2_core.errors import EnhanceError, Interrupted, Magi2Error
 from magi2_core.media import mux
+from magi2_core.media.image import encode_jpeg
 from magi2_core.media.metadata import build_metadata
 from magi2_core.pipeline.build import build_pipeline
 from magi2_core.pipeline.hooks import StageHooks

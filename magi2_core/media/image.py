@@ -4,6 +4,7 @@ The long side of the result follows the longer side of the canvas whatever the o
 white and resized a second time to multiples of 32. Facts: spec components.md 7, preview.md 4.3.
 """
 
+import io
 import json
 import re
 from collections.abc import Iterable
@@ -178,3 +179,11 @@ def reference_grids(sizes: Iterable[tuple[int, int]], width: int, height: int, m
     if len(set(grids)) > 1:
         raise RequestError(f"reference pictures have different latent sizes {grids}: crop them to one aspect ratio.")
     return grids
+
+
+def encode_jpeg(image: Tensor, quality: int = 90) -> bytes:
+    """A picture uint8 [H, W, 3] as a JPEG file, for services that take pictures."""
+    _check_image(image)
+    buffer = io.BytesIO()
+    load_package("PIL.Image").fromarray(image.cpu().contiguous().numpy()).save(buffer, format="JPEG", quality=quality)
+    return buffer.getvalue()
