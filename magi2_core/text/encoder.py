@@ -5,6 +5,7 @@ final norm: hidden_states[-3] does not need them (1.5 GB of the release). Facts:
 """
 
 import copy
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,21 +163,24 @@ def build_model(values: dict[str, Any], *, full_depth: bool = False) -> tuple[nn
 def _on_meta(model_class: Any, config: Any) -> nn.Module:
     with torch.device("meta"):
         model = model_class(config)
-    _use_torch_delta_rule(model)
+    _use_plain_kernels(model)
     return model
 
 
-def _use_torch_delta_rule(model: nn.Module) -> None:
-    """Takes back the fused kernels that transformers 5.5 picks when fla is installed.
+def _use_plain_kernels(model: nn.Module) -> None:
+    """Makes the model compute with transformers' plain PyTorch functions, also where fla or causal-conv1d are installed.
 
-    The release computes with the plain ones, and the fused ones cannot run while the encoder is on the CPU. Later
-    versions of transformers choose them only on request.
+    The release computes with the plain ones, and the fused ones cannot run while the encoder is on the CPU. transformers
+    5.5 keeps the choice in the modules, later versions wrap the plain functions of the model's source file.
     """
+    source = sys.modules[type(model).__module__]
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        plain = inspect.unwrap(getattr(source, name)) if callable(getattr(source, name, None)) else None
+        if plain is not None and plain.__module__ == source.__name__:
+            setattr(source, name, plain)
     for module in model.modules():
-        if not hasattr(module, "chunk_gated_delta_rule"):
-            continue
-        source = sys.modules[type(module).__module__]
-        module.chunk_gated_delta_rule = source.torch_chunk_gated_delta_rule
-        module.causal_conv1d_fn = None
-        with torch.device("meta"):
-            module.norm = source.Qwen3_5RMSNormGated(module.head_v_dim, eps=module.layer_norm_epsilon)
+        if hasattr(module, "chunk_gated_delta_rule"):
+            module.chunk_gated_delta_rule = source.torch_chunk_gated_delta_rule
+            module.causal_conv1d_fn = None
+            with torch.device("meta"):
+                module.norm = source.Qwen3_5RMSNormGated(module.head_v_dim, eps=module.layer_norm_epsilon)

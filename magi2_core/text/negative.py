@@ -29,7 +29,7 @@ VOICE_FAULTS = (
 )
 
 DEFAULT_NEGATIVE_PROMPT = ", ".join((VISUAL_FAULTS, SOUND_FAULTS, VOICE_FAULTS))
-"""What a request without a negative prompt uses, about 400 tokens."""
+"""What a request without a negative prompt uses, about 320 tokens."""
 
 
 def negative_prompt_name(prompt: str) -> str:
