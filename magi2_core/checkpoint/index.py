@@ -58,13 +58,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentFiles:
-    """The tensors of one component by the name its module uses. `files` are in reading order; `state` is the mapped torch pickle."""
+    """The tensors of one component by the name its module uses. `files` are in reading order; `state` is a torch state dict, mapped
+    from the file or, with `is_owned`, computed in memory and free to be used as it is."""
 
     name: str
     folder: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorEntry]
     state: Mapping[str, Tensor] | None = None
+    is_owned: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -73,8 +75,8 @@ class ComponentFiles:
 
     def fail(self, problem: str, entry: TensorEntry | None = None, name: str = "") -> CheckpointError:
         """A CheckpointError that names component, file and tensor."""
-        where = f" {entry.file}," if entry else f" {self.folder},"
-        return CheckpointError(f"{self.name}:{where} tensor {name or (entry.key if entry else '?')}: {problem}")
+        place = entry.file if entry else self.files[0] if len(self.files) == 1 else self.folder / INDEX_FILE
+        return CheckpointError(f"{self.name}: {place}, tensor {name or (entry.key if entry else '?')}: {problem}")
 
     def renamed(self, rename: Callable[[str], str | None]) -> "ComponentFiles":
         """The same files under other tensor names; names mapped to None are left out. Raises CheckpointError when two names meet."""
@@ -237,14 +239,18 @@ def read_torch_file(component: str, file: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def torch_component(component: str, file: Path, state: Mapping[str, Any]) -> ComponentFiles:
-    """The flat state dict `state`, read from `file` by `read_torch_file`, as a component. Raises CheckpointError on a non-tensor."""
+def torch_component(component: str, file: Path, state: Mapping[str, Any], *, is_owned: bool = False) -> ComponentFiles:
+    """The flat state dict `state` of `file` as a component. Raises CheckpointError on a non-tensor."""
     tensors: dict[str, TensorEntry] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{component}: {file}, tensor {key}: is a {type(value).__name__}, expected a tensor.")
         tensors[str(key)] = TensorEntry(key=str(key), file=file, shape=tuple(value.shape), dtype=value.dtype)
-    return ComponentFiles(name=component, folder=file.parent, files=(file,), tensors=tensors, state=state)
+    return ComponentFiles(name=component, folder=file.parent, files=(file,), tensors=tensors, state=state, is_owned=is_owned)
+
+
+def _range(entry: TensorEntry, part: Slice) -> tuple[slice, ...]:
+    return (*(slice(None),) * part.dim, slice(*part.stored(entry.shape[part.dim])))
 
 
 @contextmanager
@@ -254,7 +260,7 @@ def open_reader(file: Path, state: Mapping[str, Tensor] | None = None) -> Iterat
 
         def read_state(entry: TensorEntry, part: Slice | None) -> Tensor:
             tensor = state[entry.key]
-            return tensor if part is None else tensor.narrow(part.dim, part.stored[0], part.stored[1] - part.stored[0])
+            return tensor if part is None else tensor[_range(entry, part)]
 
         yield read_state
         return
@@ -265,6 +271,6 @@ def open_reader(file: Path, state: Mapping[str, Tensor] | None = None) -> Iterat
         def read_mapped(entry: TensorEntry, part: Slice | None) -> Tensor:
             if part is None:
                 return handle.get_tensor(entry.key)
-            return handle.get_slice(entry.key)[(*(slice(None),) * part.dim, slice(*part.stored))]
+            return handle.get_slice(entry.key)[_range(entry, part)]
 
         yield read_mapped

@@ -16,23 +16,26 @@ from torch import Tensor, nn
 from magi2_core.errors import CheckpointError, Interrupted
 from magi2_core.request import Progress
 
-from .index import ComponentFiles, Reader, TensorEntry, open_reader
+from .index import ComponentFiles, open_reader
 from .slices import Slice, SliceRule
 
 ProgressCallback = Callable[[Progress], None]
 StopCheck = Callable[[], bool]
-M = TypeVar("M", bound=nn.Module)
+DtypeRule = Callable[[str], torch.dtype | None]
+"""Tensor name -> dtype the file must have, None for any floating-point one."""
+M = TypeVar("M")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult(Generic[M]):
-    """The loaded module in evaluation mode, and the bytes that were read from its files."""
+    """The loaded module, ready to run, and the bytes that were read from its files."""
 
     module: M
     bytes_read: int
 
 
-def file_dtypes(module: nn.Module) -> Callable[[str], torch.dtype]:
+def file_dtypes(module: nn.Module) -> DtypeRule:
     """The rule "the file has the dtype that `module` has" for `load_module`'s `dtype_of`."""
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict(keep_vars=True).items()}
     return dtypes.__getitem__
@@ -56,14 +59,10 @@ def check_names(component: ComponentFiles, wanted: Mapping[str, Tensor]) -> None
     )
 
 
-def _check_tensor(component: ComponentFiles, name: str, wanted: Tensor, part: Slice | None, dtype: torch.dtype | None) -> None:
+def _check_tensor(component: ComponentFiles, name: str, wanted: Tensor, dtype: torch.dtype | None) -> None:
     entry = component.tensors[name]
-    shape = tuple(wanted.shape)
-    if part is not None:
-        assert part.length == shape[part.dim], f"{name}: the slice has {part.length} rows, the module {shape[part.dim]}"
-        shape = part.full_shape(shape)
-    if entry.shape != shape:
-        raise component.fail(f"shape is {list(entry.shape)}, expected {list(shape)}. Check the sizes in config.json.", entry, name)
+    if entry.shape != tuple(wanted.shape):
+        raise component.fail(f"shape is {list(entry.shape)}, expected {list(wanted.shape)}. Check the sizes in config.json.", entry, name)
     if dtype is None:
         if not entry.dtype.is_floating_point:
             raise component.fail(f"dtype is {entry.dtype}, expected a floating-point one.", entry, name)
@@ -73,16 +72,27 @@ def _check_tensor(component: ComponentFiles, name: str, wanted: Tensor, part: Sl
         )
 
 
-def _fetch(read: Reader, entry: TensorEntry, part: Slice | None, wanted: Tensor, device: torch.device) -> tuple[Tensor, int]:
-    """The rank's part of a tensor on `device` in the module's dtype, and the bytes read; rows past the file's end are zero."""
-    stored = read(entry, part)
-    if part is None or part.stop <= part.total:
-        value = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
-        value.copy_(stored)
-    else:
-        value = torch.zeros(wanted.shape, dtype=wanted.dtype, device=device)
-        value.narrow(part.dim, 0, stored.shape[part.dim]).copy_(stored)
-    return value, stored.numel() * stored.element_size()
+def check_module(module: nn.Module, component: ComponentFiles, dtype_of: DtypeRule | None = None) -> dict[str, Tensor]:
+    """Raises CheckpointError unless names, shapes and dtypes of `component` are those of `module`; returns the module's tensors.
+
+    `module` has the sizes of the files, whatever part of them a rank keeps. See `load_module` for `dtype_of`.
+    """
+    wanted = dict(module.state_dict(keep_vars=True))
+    check_names(component, wanted)
+    for name, tensor in wanted.items():
+        _check_tensor(component, name, tensor, tensor.dtype if dtype_of is None else dtype_of(name))
+    return wanted
+
+
+def _fetch(stored: Tensor, part: Slice | None, wanted: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, in the dtype of `wanted`, of what was stored of a tensor; rows past the file's end are zero."""
+    shape = tuple(wanted.shape) if part is None else part.local_shape(wanted.shape)
+    if shape == tuple(stored.shape):
+        return torch.empty(shape, dtype=wanted.dtype, device=device).copy_(stored)
+    assert part is not None
+    value = torch.zeros(shape, dtype=wanted.dtype, device=device)
+    value.narrow(part.dim, 0, stored.shape[part.dim]).copy_(stored)
+    return value
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:
@@ -104,23 +114,23 @@ def finish(module: nn.Module) -> None:
 
 
 def load_module(
-    factory: Callable[[], M],
+    factory: Callable[[], ModuleT],
     component: ComponentFiles,
     *,
     device: torch.device | str,
-    dtype_of: Callable[[str], torch.dtype | None] | None = None,
+    dtype_of: DtypeRule | None = None,
     slices: SliceRule | None = None,
     progress: ProgressCallback | None = None,
     should_stop: StopCheck | None = None,
-) -> LoadResult[M]:
+) -> LoadResult[ModuleT]:
     """Builds `factory()` without memory, checks it against `component`, then loads it to `device`.
 
     Args:
-        factory: makes the module in the sizes and dtypes this rank keeps.
+        factory: makes the module in the sizes of the files and the dtypes to keep.
         component: headers of the weight files, from `read_component` or `torch_component`.
         dtype_of: tensor name -> dtype the FILE must have, None for any floating-point one; by default the module's own.
             The value is converted to the module's dtype after that check.
-        slices: tensor name -> rows that this rank keeps.
+        slices: tensor name -> the part that this rank keeps, None for all of it; the loaded tensor has that part only.
         progress: called after each file with stage "load" and a message as "preview: shard 12/56".
         should_stop: asked before each file; True raises Interrupted.
 
@@ -129,11 +139,7 @@ def load_module(
     device = torch.device(device)
     with torch.device("meta"):
         module = factory()
-    wanted = dict(module.state_dict(keep_vars=True))
-    check_names(component, wanted)
-    parts = {name: slices(name) if slices else None for name in wanted}
-    for name, tensor in wanted.items():
-        _check_tensor(component, name, tensor, parts[name], tensor.dtype if dtype_of is None else dtype_of(name))
+    wanted = check_module(module, component, dtype_of)
     groups = component.by_file()
     bytes_read, started = 0, time.monotonic()
     for number, (file, entries) in enumerate(groups, start=1):
@@ -142,10 +148,11 @@ def load_module(
         try:
             with open_reader(file, component.state) as read:
                 for name, entry in entries:
-                    value, count = _fetch(read, entry, parts[name], wanted[name], device)
-                    _assign(module, name, value)
-                    bytes_read += count
-                    del value
+                    part = slices(name) if slices else None
+                    stored = read(entry, part)
+                    keep = component.is_owned and part is None and stored.dtype == wanted[name].dtype and stored.device == device
+                    _assign(module, name, stored if keep else _fetch(stored, part, wanted[name], device))
+                    bytes_read += stored.nbytes
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{component.name}: {file}: cannot be read ({error}). It changed since its header was checked.") from None
         if progress is not None:

@@ -1,6 +1,6 @@
 """What the doctor says about a checkpoint folder: per component present or missing files, sizes, dtypes, faults, and how to get the rest.
 
-Reads headers only. Returns data for programs and lines of text for people.
+Reads headers only, and compares their names, shapes and dtypes with the models. Returns data for programs and lines of text for people.
 """
 
 import os
@@ -104,6 +104,10 @@ def report_component(name: str, root: Path) -> ComponentReport:
                 dtypes = _torch_dtypes(read_torch_file(name, folder / layout.files[0]))
             else:
                 dtypes = _dtypes(read_component(name, folder))
+            # Model code is imported only here: the rest of a report needs headers only.
+            from .components import check_component
+
+            check_component(name, root)
     except CheckpointError as error:
         fault = str(error)
     state = "damaged" if fault else "ok" if not missing else "incomplete" if size else "missing"

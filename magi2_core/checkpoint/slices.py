@@ -16,30 +16,19 @@ SPLIT_SUFFIXES = ("gate", "W_gate", "W_up", "W_down", "router.expert_bias", "rou
 
 @dataclass(frozen=True)
 class Slice:
-    """Entries `start` to `stop` of dim `dim` of a tensor that has `total` in the file; entries at or past `total` read as zero."""
+    """Entries `start` to `stop` of dim `dim` of a stored tensor; entries past the stored ones read as zero."""
 
     dim: int
     start: int
     stop: int
-    total: int
 
-    @property
-    def length(self) -> int:
-        """Entries that the rank keeps."""
-        return self.stop - self.start
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """The part of the range that the file holds."""
-        return min(self.start, self.total), min(self.stop, self.total)
+    def stored(self, total: int) -> tuple[int, int]:
+        """The part of the range that a tensor with `total` entries holds."""
+        return min(self.start, total), min(self.stop, total)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape on the rank of a tensor that has `shape` in the file."""
-        return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
-
-    def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape in the file of a tensor that has `shape` on the rank."""
-        return (*shape[: self.dim], self.total, *shape[self.dim + 1 :])
+        """Shape that a rank keeps of a tensor of `shape`."""
+        return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
 
 
 SliceRule = Callable[[str], Slice | None]
@@ -73,7 +62,7 @@ def expert_slices(moe: MoEConfig, rank: int, size: int, *, padded: bool = False)
     heads = head_range(moe.num_heads, rank, size, padded=padded)
     if size == 1:
         return None
-    rows = Slice(0, heads.start * moe.num_experts, heads.stop * moe.num_experts, moe.num_heads * moe.num_experts)
+    rows = Slice(0, heads.start * moe.num_experts, heads.stop * moe.num_experts)
 
     def rule(name: str) -> Slice | None:
         return rows if is_expert_tensor(name) else None

@@ -13,18 +13,19 @@ spec.loader.exec_module(packages)
 packages.register()
 
 import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
 from magi2_core.checkpoint.index import read_component  # noqa: E402
 from magi2_core.checkpoint.load import load_module  # noqa: E402
 from magi2_core.checkpoint.slices import expert_slices  # noqa: E402
 from magi2_core.config import MoEConfig  # noqa: E402
-from torch import nn  # noqa: E402
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.moe_mlp = nn.Module()
-        self.moe_mlp.W_up = nn.Parameter(torch.empty(heads * 64, 512 * 1024, dtype=getattr(torch, dtype)))
+        self.moe_mlp.W_up = nn.Parameter(torch.empty(8 * 64, 512 * 1024, dtype=getattr(torch, dtype)))
         self.norm = nn.Parameter(torch.empty(1024))
 
 
@@ -35,10 +36,8 @@ class Model(nn.Module):
 
 
 def rss_anon() -> int:
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon")
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) * 1024
 
 
 torch.set_num_threads(1)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from magi2_core.checkpoint import catalog
 from magi2_core.errors import CheckpointError, RequestError
 
@@ -103,7 +104,7 @@ def test_check_components_missing_shard(nano_copy):
 def test_weight_files_refuses_other_folders(nano_copy):
     index = nano_copy / "preview" / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "../refiner/model.safetensors"}}')
-    with pytest.raises(CheckpointError, match="expected a .safetensors file in the same folder"):
+    with pytest.raises(CheckpointError, match=r"expected a \.safetensors file in the same folder"):
         catalog.weight_files("preview", nano_copy / "preview")
 
 

@@ -6,9 +6,10 @@ import struct
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from magi2_core.checkpoint.index import read_component, read_torch_file, torch_component
 from magi2_core.errors import CheckpointError
-from safetensors.torch import save_file
 
 
 def write_raw(path, header, data: bytes) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from magi2_core.checkpoint.index import read_component, read_torch_file, torch_component
 from magi2_core.checkpoint.load import file_dtypes, load_module
 from magi2_core.checkpoint.slices import expert_slices
 from magi2_core.config import MoEConfig
 from magi2_core.errors import CheckpointError, Interrupted
-from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("measure_load.py")
@@ -98,7 +99,7 @@ def test_load_module_expert_slices_join_to_the_whole(tmp_path, toy, size, shards
     parts = []
     for rank in range(size):
         own = min(heads, 3 - rank * heads)
-        result = load_module(lambda own=own: toy.module(heads=own), files, device="cpu", slices=expert_slices(MOE, rank, size))
+        result = load_module(toy.module, files, device="cpu", slices=expert_slices(MOE, rank, size))
         parts.append(result.module.state_dict())
         expected = sum(value.nbytes if "moe_mlp" not in name else value.nbytes * own // 3 for name, value in state.items())
         assert result.bytes_read == expected
@@ -110,7 +111,7 @@ def test_load_module_expert_slices_join_to_the_whole(tmp_path, toy, size, shards
 def test_load_module_padded_heads_are_zero(tmp_path, toy):
     state = toy.state()
     files = read_component("preview", toy.write(tmp_path, state))
-    loaded = load_module(lambda: toy.module(heads=2), files, device="cpu", slices=expert_slices(MOE, 1, 2, padded=True)).module.state_dict()
+    loaded = load_module(toy.module, files, device="cpu", slices=expert_slices(MOE, 1, 2, padded=True)).module.state_dict()
     gate = loaded["block.moe_mlp.gate"]
     assert torch.equal(gate[:4], state["block.moe_mlp.gate"][8:]) and not gate[4:].any()
 
@@ -120,7 +121,7 @@ def test_load_module_slice_of_a_file_with_other_heads(tmp_path, toy):
     state["block.moe_mlp.gate"] = torch.zeros(16, 2)
     files = read_component("preview", toy.write(tmp_path, state))
     with pytest.raises(CheckpointError, match=r"gate: shape is \[16, 2\], expected \[12, 2\]"):
-        load_module(lambda: toy.module(heads=2), files, device="cpu", slices=expert_slices(MOE, 0, 2))
+        load_module(toy.module, files, device="cpu", slices=expert_slices(MOE, 0, 2))
 
 
 def test_load_module_torch_file_with_slices(tmp_path, toy):
@@ -128,7 +129,7 @@ def test_load_module_torch_file_with_slices(tmp_path, toy):
     torch.save(state, tmp_path / "w.pth")
     files = torch_component("vae", tmp_path / "w.pth", read_torch_file("vae", tmp_path / "w.pth"))
     whole = load_module(toy.module, files, device="cpu").module.state_dict()
-    part = load_module(lambda: toy.module(heads=1), files, device="cpu", slices=expert_slices(MOE, 2, 3)).module.state_dict()
+    part = load_module(toy.module, files, device="cpu", slices=expert_slices(MOE, 2, 3)).module.state_dict()
     assert all(torch.equal(whole[name], value) for name, value in state.items())
     assert torch.equal(part["block.moe_mlp.W_up"], state["block.moe_mlp.W_up"][8:12])
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from magi2_core.checkpoint.manifest import MANIFEST_FILE, checkpoint_hash, read_manifest, verify_manifest, write_manifest
 from magi2_core.errors import CheckpointError, Interrupted
 
