@@ -59,3 +59,8 @@ def log_level() -> str:
 def kernel_choice() -> str:
     """Which kernels are used (`MAGI2_KERNELS`: auto, triton or reference; default auto: Triton on a supported GPU)."""
     return os.environ.get("MAGI2_KERNELS", "auto").lower()
+
+
+def set_deterministic_workspace() -> None:
+    """Gives cuBLAS the fixed workspace that deterministic algorithms need, unless the user chose one. Read by torch only once, so set early."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from magi2_core.config import PreviewConfig, RefinerConfig
 from magi2_core.errors import OutOfMemoryError, RequestError
+from magi2_core.model.refiner import CHUNK_TOKENS
 from magi2_core.shapes import PRESETS, LatentShape, VideoShape
 
 MODES = ("resident", "roundtrip", "cpu")
@@ -111,9 +112,10 @@ def preview_working_bytes(config: PreviewConfig, tokens: int, element_size: int 
 
 
 def refiner_working_bytes(config: RefinerConfig, tokens: int, element_size: int = 2) -> int:
-    """Estimated bytes of one refiner forward over `tokens` tokens: fp32 residual, q/k/v and their fp32 copies, the MLP's inside."""
+    """Estimated bytes of one refiner forward over `tokens` tokens: fp32 residual twice, q/k/v and their fp32 copies, one chunk of the MLP."""
     widths = config.hidden_size + 2 * config.num_query_groups * config.head_dim
-    return tokens * (8 * config.hidden_size + (element_size + 4) * widths + (4 + 3 * element_size) * config.intermediate)
+    inside = min(tokens, CHUNK_TOKENS) * (4 + 3 * element_size) * config.intermediate
+    return tokens * (8 * config.hidden_size + (element_size + 4) * widths) + inside
 
 
 def preview_tokens(latent: LatentShape, audio_latents: int, text: int, negative: int, image: int = 0) -> int:
