@@ -5,8 +5,9 @@ op without the chosen implementation, or tensors that it cannot take, raise; not
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 
 IMPLEMENTATIONS = ("reference", "triton")
 
@@ -36,3 +37,20 @@ def using(name: str) -> Iterator[None]:
         yield
     finally:
         _state["chosen"] = before
+
+
+def implementation(op: str, files: Mapping[str, str]) -> ModuleType:
+    """The module that runs op `op` under the current choice.
+
+    Args:
+        op: dotted name of the op's package (its `__name__`).
+        files: implementation name -> module inside the package, e.g. {"reference": "reference", "triton": "kernel"}.
+
+    Raises RuntimeError when the op lacks the chosen implementation.
+    """
+    file = files.get(chosen())
+    if file is None:
+        raise RuntimeError(
+            f"{op} has no {chosen()!r} implementation, only {', '.join(files)}: choose one of these when the model is built."
+        )
+    return importlib.import_module(f"{op}.{file}")

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..common.checks import check_rank, check_rows, weight_blocks
+from ..common.choice import implementation
 from ..common.segments import ModalitySegments
-from . import reference
+
+FILES = {"reference": "reference"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,7 +56,7 @@ def hyper_projection(streams: Tensor, norm_weight: Tensor, phi: Tensor, segments
     weight_blocks("norm_weight", norm_weight, segments, width)
     if tuple(phi.shape) != (width, streams_n * (streams_n + 2)) or phi.dtype != torch.float32:
         raise ValueError(f"phi is {phi.dtype} {tuple(phi.shape)}, expected float32 {(width, streams_n * (streams_n + 2))}.")
-    return reference.hyper_projection(streams, norm_weight, phi, segments)
+    return implementation(__name__, FILES).hyper_projection(streams, norm_weight, phi, segments)
 
 
 def hyper_coefficients(
@@ -73,14 +75,14 @@ def hyper_coefficients(
     n = weights.bias_pre.shape[0]
     if projection.shape[1] != n * (n + 2):
         raise ValueError(f"projection has {projection.shape[1]} columns, expected {n * (n + 2)} for {n} streams.")
-    pre, post, res = reference.hyper_coefficients(projection, weights, width=width, iterations=iterations)
+    pre, post, res = implementation(__name__, FILES).hyper_coefficients(projection, weights, width=width, iterations=iterations)
     return HyperCoefficients(pre.to(out_dtype), post.to(out_dtype), res.to(out_dtype))
 
 
 def hyper_branch_input(streams: Tensor, pre: Tensor) -> Tensor:
     """Sums the streams with the weights `pre`: [S, N, C] and [S, N] to [S, C] in the type of `streams`, fp32 inside."""
     check_rank("streams", streams, 3)
-    return reference.hyper_branch_input(streams, pre)
+    return implementation(__name__, FILES).hyper_branch_input(streams, pre)
 
 
 def hyper_connect(streams: Tensor, branch: Tensor, coefficients: HyperCoefficients) -> Tensor:
@@ -97,4 +99,4 @@ def hyper_connect(streams: Tensor, branch: Tensor, coefficients: HyperCoefficien
     check_rank("streams", streams, 3)
     if branch.shape != (streams.shape[0], streams.shape[2]):
         raise ValueError(f"branch has shape {tuple(branch.shape)}, expected {(streams.shape[0], streams.shape[2])}.")
-    return reference.hyper_connect(streams, branch, coefficients.post, coefficients.res)
+    return implementation(__name__, FILES).hyper_connect(streams, branch, coefficients.post, coefficients.res)

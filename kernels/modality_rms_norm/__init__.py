@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from ..common.checks import check_rows, weight_blocks
+from ..common.choice import implementation
 from ..common.segments import ModalitySegments
-from . import reference
+
+FILES = {"reference": "reference"}
 
 
 def modality_rms_norm(
@@ -25,4 +27,4 @@ def modality_rms_norm(
     """
     check_rows("x", x, segments)
     weight_blocks("weight", weight, segments, x.shape[-1])
-    return reference.modality_rms_norm(x, weight, segments, eps=eps, out_dtype=out_dtype or x.dtype)
+    return implementation(__name__, FILES).modality_rms_norm(x, weight, segments, eps=eps, out_dtype=out_dtype or x.dtype)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from ..common.checks import check_rank
-from . import reference
+from ..common.choice import implementation
+from .reference import CHUNK_SCORES
+
+FILES = {"reference": "reference"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +55,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
         raise ValueError(
             f"gate is {gate.dtype} {tuple(gate.shape)}, expected float32 [{x.shape[1]} heads * experts, {x.shape[2]}]: pass the same heads in both."
         )
-    return reference.router_logits(x, gate)
+    return implementation(__name__, FILES).router_logits(x, gate)
 
 
 def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> TopK:
@@ -69,13 +72,13 @@ def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
         raise ValueError(f"expert_bias has {expert_bias.numel()} numbers, expected {logits.shape[0]} heads * {logits.shape[2]} experts.")
     if not 0 < top_k <= logits.shape[2]:
         raise ValueError(f"top_k {top_k} is outside 1..{logits.shape[2]}, the experts of a head.")
-    return TopK(*reference.select_experts(logits, expert_bias, top_k=top_k, route_scale=route_scale))
+    return TopK(*implementation(__name__, FILES).select_experts(logits, expert_bias, top_k=top_k, route_scale=route_scale))
 
 
 def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> TopK:
     """`router_logits` and `select_experts` without keeping the logits of all tokens at once."""
     check_rank("x", x, 3)
-    rows = max(1, reference.CHUNK_SCORES // max(1, gate.shape[0]))
+    rows = max(1, CHUNK_SCORES // max(1, gate.shape[0]))
     parts = [
         select_experts(router_logits(x[start : start + rows], gate), expert_bias, top_k=top_k, route_scale=route_scale)
         for start in range(0, max(1, x.shape[0]), rows)
@@ -87,11 +90,11 @@ def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
 
 def sort_routes(chosen: TopK, num_experts: int) -> Routes:
     """Groups the routes by flat expert; `num_experts` is E."""
-    return Routes(*reference.sort_routes(chosen.ids, chosen.weights, num_experts))
+    return Routes(*implementation(__name__, FILES).sort_routes(chosen.ids, chosen.weights, num_experts))
 
 
 def plan_tiles(routes: Routes, rows: int) -> Tiles:
     """Cuts every expert's routes into tiles of `rows`, on the device, without a copy to the host."""
     if rows < 1:
         raise ValueError(f"rows {rows}: a tile holds at least one route.")
-    return Tiles(*reference.plan_tiles(routes.offsets, routes.tokens.shape[0], rows), rows)
+    return Tiles(*implementation(__name__, FILES).plan_tiles(routes.offsets, routes.tokens.shape[0], rows), rows)

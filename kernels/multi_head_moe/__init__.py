@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..common.checks import check_rank
+from ..common.choice import implementation
 from ..moe_routing import Routes
-from . import reference
+
+FILES = {"reference": "reference"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,4 +45,4 @@ def multi_head_moe(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         tensor = getattr(weights, name)
         if tuple(tensor.shape) != shape or tensor.dtype != x.dtype:
             raise ValueError(f"weights.{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {x.dtype} {shape}.")
-    return reference.multi_head_moe(x, routes, weights)
+    return implementation(__name__, FILES).multi_head_moe(x, routes, weights)

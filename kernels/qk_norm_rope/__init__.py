@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from ..common.checks import check_rank, check_rows, weight_blocks
+from ..common.choice import implementation
 from ..common.segments import ModalitySegments
-from . import reference
+
+FILES = {"reference": "reference"}
 
 
 def _check_rope(x: Tensor, rope: Tensor) -> None:
@@ -25,7 +27,7 @@ def apply_rope(x: Tensor, rope: Tensor, *, out_dtype: torch.dtype | None = None)
     """
     check_rank("x", x, 3)
     _check_rope(x, rope)
-    return reference.apply_rope(x, rope).to(out_dtype or x.dtype)
+    return implementation(__name__, FILES).apply_rope(x, rope).to(out_dtype or x.dtype)
 
 
 def qk_norm_rope(
@@ -58,6 +60,6 @@ def qk_norm_rope(
         _check_rope(heads, rope)
     dtype = out_dtype or q.dtype
     return (
-        reference.norm_rope(q, q_weight, rope, segments, out_dtype=dtype),
-        reference.norm_rope(k, k_weight, rope, segments, out_dtype=dtype),
+        implementation(__name__, FILES).norm_rope(q, q_weight, rope, segments, out_dtype=dtype),
+        implementation(__name__, FILES).norm_rope(k, k_weight, rope, segments, out_dtype=dtype),
     )

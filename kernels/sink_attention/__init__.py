@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ..common.checks import check_rank
+from ..common.choice import implementation
 from ..common.sequences import CuSeqlens
-from . import reference
+
+FILES = {"reference": "reference"}
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -30,7 +32,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens, *, 
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected that of q: {q.dtype} {tuple(q.shape)}.")
     if cu_seqlens.total != q.shape[0]:
         raise ValueError(f"cu_seqlens ends at {cu_seqlens.total} but q has {q.shape[0]} rows: attention needs every row of its sequences.")
-    return reference.packed_attention(q, k, v, cu_seqlens, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    return implementation(__name__, FILES).packed_attention(q, k, v, cu_seqlens, scale=q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
     check_rank("sinks", sinks, 2)
     if sinks.shape[1] != lse.shape[1]:
         raise ValueError(f"sinks has {sinks.shape[1]} heads, the attention has {lse.shape[1]}: slice the sinks with the heads.")
-    return reference.sink_weight(lse, sinks)
+    return implementation(__name__, FILES).sink_weight(lse, sinks)
 
 
 def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: CuSeqlens) -> Tensor:

@@ -22,11 +22,12 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens, *, 
         rows = max(1, CHUNK_SCORES // (q.shape[1] * (end - begin)))
         for start in range(begin, end, rows):
             stop = min(start + rows, end)
-            scores = torch.matmul(q[start:stop].float().transpose(0, 1), keys).mul_(scale)
-            total = torch.logsumexp(scores, dim=-1)
-            weights = scores.sub_(total.unsqueeze(-1)).exp_()
-            out[start:stop] = torch.matmul(weights, values).transpose(0, 1)
-            lse[start:stop] = total.transpose(0, 1)
+            scores = torch.matmul((q[start:stop].float() * scale).transpose(0, 1), keys)
+            peak = scores.amax(dim=-1, keepdim=True)
+            weights = scores.sub_(peak).exp_()
+            total = weights.sum(dim=-1, keepdim=True)
+            out[start:stop] = (torch.matmul(weights, values) / total).transpose(0, 1)
+            lse[start:stop] = (total.log() + peak).squeeze(-1).transpose(0, 1)
     return out, lse
 
 

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import reference
+from ..common.choice import implementation
+
+FILES = {"reference": "reference"}
 
 
 def swiglu7(u: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -18,4 +20,4 @@ def swiglu7(u: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """
     if u.shape[-1] % 2:
         raise ValueError(f"u has {u.shape[-1]} columns, expected an even number: gate and linear columns alternate.")
-    return reference.swiglu7(u, out_dtype=out_dtype or u.dtype)
+    return implementation(__name__, FILES).swiglu7(u, out_dtype=out_dtype or u.dtype)
