@@ -4,7 +4,7 @@ import importlib
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -45,4 +45,5 @@ def whole_file(path: Path) -> Iterator[Path]:
             f"{target} could not be written: {error.strerror or error}. Free space or choose another folder; finished latents are not touched."
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # after a rename, or a folder that could not be made, there is nothing to remove
+            temporary.unlink()

@@ -56,7 +56,9 @@ def to_uint8(images: Tensor) -> Tensor:
     Values outside [0, 1] are clipped and NaN becomes 0; alpha is dropped, one channel becomes three.
     """
     if not images.is_floating_point() or images.ndim != 4 or images.shape[-1] not in (1, 3, 4) or 0 in images.shape:
-        raise RequestError(f"images are {images.dtype} {tuple(images.shape)}: expected float [frames, height, width, 1, 3 or 4], none of them 0.")
+        raise RequestError(
+            f"images are {images.dtype} {tuple(images.shape)}: expected float [frames, height, width, 1, 3 or 4], none of them 0."
+        )
     frames = torch.empty((*images.shape[:3], 3), dtype=torch.uint8)
     step = _chunk(images)
     for start in range(0, images.shape[0], step):

@@ -157,7 +157,7 @@ def parse_figures(value: str | None) -> list[tuple[int, str]]:
     """Splits an image argument into (figure number, path) pairs, in the order the model gets them.
 
     A plain path is figure 1, blank is none; a JSON object {"<Figure 1>": path, ...} is sorted by its keys as strings, so
-    "<Figure 10>" comes before "<Figure 2>" (as in the release).
+    "<Figure 10>" comes before "<Figure 1>" (as in the release).
     """
     if value is None or not value.strip():
         return []
@@ -166,7 +166,9 @@ def parse_figures(value: str | None) -> list[tuple[int, str]]:
     try:
         named: Any = json.loads(value)
     except ValueError as error:
-        raise RequestError(f"image argument starts like a JSON object but is none ({error}). Use a path or {{\"<Figure 1>\": path}}.") from None
+        raise RequestError(
+            f'image argument starts like a JSON object but is none ({error}). Use a path or {{"<Figure 1>": path}}.'
+        ) from None
     for name, path in named.items():
         if not isinstance(path, str) or not path.strip():
             raise RequestError(f"image argument: {name!r} is {path!r}, expected a path.")

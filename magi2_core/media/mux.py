@@ -143,7 +143,9 @@ def _open_output(path: Path, sample_rate: int, **options: str) -> Any:
 
 def _video_stream(container: Any, rate: Fraction, width: int, height: int, crf: int) -> Any:
     if "libx264" not in load_package("av").codecs_available:
-        raise DependencyError("this build of PyAV (av) has no libx264 encoder. Install the wheel from PyPI: pip install --force-reinstall av")
+        raise DependencyError(
+            "this build of PyAV (av) has no libx264 encoder. Install the wheel from PyPI: pip install --force-reinstall av"
+        )
     stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf)})
     stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
     codec = stream.codec_context
@@ -153,7 +155,9 @@ def _video_stream(container: Any, rate: Fraction, width: int, height: int, crf: 
     return stream
 
 
-def _encode(path: Path, pictures: Iterator[Tensor], rate: Fraction, sound: tuple[Tensor, int] | None, tags: dict[str, str], crf: int) -> int:
+def _encode(
+    path: Path, pictures: Iterator[Tensor], rate: Fraction, sound: tuple[Tensor, int] | None, tags: dict[str, str], crf: int
+) -> int:
     """Writes the file and returns the number of frames."""
     av = load_package("av")
     from_rgb = {"format": "yuv420p", "dst_colorspace": 1, "dst_color_range": 1, "interpolation": "BICUBIC"}  # 1, 1: BT.709, limited
@@ -220,8 +224,8 @@ def write_video(
     path: Path,
     frames: Tensor | Iterable[Tensor],
     fps: float,
-    *,
     waveform: Tensor | None = None,
+    *,
     sample_rate: int = SAMPLE_RATE,
     metadata: Mapping[str, Any] | None = None,
     **options: Unpack[EncodeOptions],
@@ -300,7 +304,9 @@ def write_wav(path: Path, waveform: Tensor, sample_rate: int = SAMPLE_RATE) -> P
             soundfile.write(str(temporary), prepared.T.numpy(), sample_rate, format="WAV", subtype="PCM_24")
             written = soundfile.info(str(temporary)).frames
         except (RuntimeError, AssertionError) as error:  # soundfile asserts that all samples were written
-            raise OutputError(f"{target} could not be written: {error or 'not all samples'}. Free space or choose another folder.") from None
+            raise OutputError(
+                f"{target} could not be written: {error or 'not all samples'}. Free space or choose another folder."
+            ) from None
         if written != prepared.shape[1]:
             raise OutputError(f"{target}: the written file holds {written} samples, expected {prepared.shape[1]}. Check the free space.")
     return target

@@ -2,8 +2,9 @@
 
 import re
 
-from magi2_core.media import frames, image
 from torch import Tensor, tensor
+
+from magi2_core.media import frames, image
 
 
 def run(case) -> dict[str, Tensor]:
