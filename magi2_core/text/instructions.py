@@ -16,7 +16,8 @@ How to work
 - Ten seconds are short. Plan as much action as fits, one main action after the other, each with a cause that is seen or heard.
 - Movement obeys weight, balance, friction and momentum. Hands, faces and objects keep their shape and number in the whole clip.
 - Picture and sound belong together: each visible contact, step, machine or voice has its sound at the same moment.
-- Speech is short enough to be said in its time: about two and a half words a second. Nobody speaks unless the request wants it or it plainly fits.
+- Speech is short enough to be said in its time: about two and a half words a second.
+- Nobody speaks unless the request wants it or it plainly fits.
 - Music only when the request asks for it or a source of it is in the scene.
 - Do not add captions, subtitles, logos or watermarks. Lettering appears only where the request or the scene needs it.
 - Every key of the schema is present. A text with nothing to say is "", a list with nothing in it is [].
@@ -28,7 +29,7 @@ The request is text alone. Fill two parts.
 global_layer: what holds for the whole clip
 - context: one sentence that sums up the clip. description: a paragraph on scene, people, course of events and mood.
 - aesthetics: style of the picture (photographic, animated, drawn ...), contrast, saturation, color_scheme, visual_effects, mood_atmosphere.
-- audio_baseline: the constant background sound in ambience; language of the dialogue, and the identifiers of those who speak in speaker_tags.
+- audio_baseline: the constant background sound in ambience; language of the dialogue, and the identifiers of the speakers in speaker_tags.
 - objects_static: things that matter, as "<object 1>", "<object 2>" ...: how they look and where they are at the start.
 - alive_subjects_static: people and animals, as "<subject 1>", "<subject 2>" ...: how they look, where they are, how they are turned, and
   in visual_attributes gender, ethnicity, age_group, facial_features, clothing, appearance_details.
@@ -36,8 +37,8 @@ global_layer: what holds for the whole clip
 - lighting_baseline, environment_baseline, camera_cinematography: light, place, and the manner of the camera.
 
 dynamic_layer.timeline_segments: one to six segments in order that cover 00:00.0 to 00:10.0 without a gap or an overlap
-- segment_basic_info: timestamp_range such as "00:00.0-00:03.5", segment_description (what happens, with the identifiers), the background,
-  changes of light, and the camera: focus, position, composition, and the type, direction and intensity of its movement.
+- segment_basic_info: timestamp_range such as "00:00.0-00:03.5", segment_description (what happens, with the identifiers),
+  the background, changes of light, and the camera: focus, position, composition, and the type, direction and intensity of its movement.
 - objects and alive_subjects: for each one that does something in this segment its identifier, the moment, the number, where it is, and its
   change or action in detail, with posture, contact and facial expression.
 - text_render: lettering in the picture. causal_events: "event 1", "event 2" ... with trigger, outcome and the physics between them.
@@ -55,11 +56,11 @@ global_caption: core_caption (the whole clip in a few sentences), format_and_str
   visual_design, audio_design, and continuity_requirements (what of the picture must stay as it is, one point an entry).
 reference_bank: <Figure 1> itself and each person, animal, object and place of it that matters, with a reference_identifier of its own,
   reference_type, a short label, its role in the clip, a description and its appearance_or_design.
-shot_timeline: the shots in order, one unless the request asks for cuts. time_range_seconds is [start, end], and the shots cover [0, 10] without
-  a gap. Each has its place (scene_reference_identifier), a shot_caption of the events in order of time, camera, light and composition, the
-  motion and its physical logic, and the identifiers of the references and sounds in it.
-audio_event_timeline: each sound with identifier, event_type (speech, effect, ambience, music), [start, end], the reference it comes from, an
-  audio_caption, the exact spoken_text, and how it is timed with the picture.
+shot_timeline: the shots in order, one unless the request asks for cuts. time_range_seconds is [start, end], the shots
+  cover [0, 10] without a gap. Each has its place (scene_reference_identifier), a shot_caption of the events in order of
+  time, camera, light and composition, the motion and its physical logic, and the identifiers of its references and sounds.
+audio_event_timeline: each sound with identifier, event_type (speech, effect, ambience, music), [start, end], the reference
+  it comes from, an audio_caption, the exact spoken_text, and how it is timed with the picture.
 visible_text: lettering in the picture or added by the request, with [start, end], position and role.
 generation_requirements: short rules for this clip, such as steady identity, number of people, no cuts.
 """

@@ -11,9 +11,10 @@ from torch import Tensor
 from magi2_core.text.caption import normalize_prompt
 from magi2_core.text.encoder import TextEncoder, figure_feature
 from magi2_core.text.enhance import EnhanceSettings, enhance
-from magi2_core.text.tokenize import load_tokenizer, tokenize_prompt
+from magi2_core.text.tokenize import MAX_TOKENS, load_tokenizer, tokenize_prompt
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FIGURES = ("<Figure 1>", "<Figure 2>")
 JPEG_START = b"\xff\xd8\xff\xe0"
 
 
@@ -37,8 +38,7 @@ def _encoder(case) -> dict[str, Tensor]:
         if not dtype:
             produced[name] = _tokens(tokenizer, record["prompt"], what)
         elif what in ("hidden", "special"):
-            options = {"max_tokens": int(limit), "truncate": True} if limit else {}
-            features = encoders[dtype[0]].encode(record["prompt"], **options)
+            features = encoders[dtype[0]].encode(record["prompt"], max_tokens=int(limit or MAX_TOKENS), truncate=bool(limit))
             rows = case.outputs[name].shape[0]
             produced[name] = features.features if what == "hidden" else _special(features, record, rows)
         else:
@@ -55,7 +55,7 @@ def _tokens(tokenizer, prompt: str, what: str) -> Tensor:
 
 
 def _special(features, record: dict[str, Any], rows: int) -> Tensor:
-    ids = [int(found) for marker in record["target_indices"] for found in re.findall(r"\d+", marker)]
+    ids = [int(found) for marker in record.get("target_indices", FIGURES) for found in re.findall(r"\d+", marker)]
     return torch.stack([figure_feature(features, record["prompt"], figure) for figure in ids[:rows]])
 
 

@@ -191,7 +191,7 @@ def test_enhance_http_retries_then_succeeds(status: int) -> None:
 
 def test_enhance_http_gives_up_after_retries() -> None:
     with Server(*[(500, {}, f"boom {KEY} /srv/app/main.py".encode())] * 3) as server:
-        with pytest.raises(EnhanceError, match="after 3 tries.*HTTP 500: boom") as caught:
+        with pytest.raises(EnhanceError, match=r"after 3 tries.*HTTP 500: boom") as caught:
             enhance("x", settings=server.settings(), key=KEY)
         assert len(server.got) == 3
     assert KEY not in str(caught.value) and "/srv/app" not in str(caught.value)
