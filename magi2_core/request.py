@@ -304,14 +304,27 @@ WIRE_TYPES = {
 
 
 def to_message(value: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Splits a dataclass above into a JSON-able dict and CPU tensors; tensors become {"tensor": key} in the dict."""
+    """Splits a dataclass above into a JSON-able dict and CPU tensors; tensors become {"tensor": key} in the dict.
+
+    No two tensors share memory (safetensors refuses that): one that occurs twice is sent once, a view of another is copied.
+    """
     tensors: dict[str, Tensor] = {}
+    keys: dict[tuple[Any, ...], str] = {}
+
+    def pack_tensor(item: Tensor) -> dict[str, str]:
+        plain = item.detach().to("cpu").contiguous()
+        memory = plain.untyped_storage().data_ptr()
+        place = (memory, plain.storage_offset(), tuple(plain.shape), plain.dtype)
+        if place not in keys:
+            taken = any(known[0] == memory for known in keys)
+            key = f"t{len(tensors)}"
+            tensors[key] = plain.clone() if taken else plain
+            keys[place] = key
+        return {"tensor": keys[place]}
 
     def pack(item: Any) -> Any:
         if isinstance(item, Tensor):
-            key = f"t{len(tensors)}"
-            tensors[key] = item.detach().to("cpu").contiguous()
-            return {"tensor": key}
+            return pack_tensor(item)
         if is_dataclass(item) and type(item).__name__ in WIRE_TYPES:
             return {"type": type(item).__name__, "fields": {f.name: pack(getattr(item, f.name)) for f in fields(item)}}
         if isinstance(item, (list, tuple)):
@@ -359,7 +372,9 @@ def save_latents(latents: Latents, path: Path) -> None:
     temporary = Path(path).with_name(Path(path).name + ".part")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, str(temporary), metadata={"format": "magi2-latents", "schema": str(LATENT_SCHEMA), "header": json.dumps(header)})
+        # A solver state may share tensors with the latents it belongs to; the file format wants each with memory of its own.
+        owned = {name: tensor.clone() for name, tensor in tensors.items()}
+        save_file(owned, str(temporary), metadata={"format": "magi2-latents", "schema": str(LATENT_SCHEMA), "header": json.dumps(header)})
         os.replace(temporary, path)
     except Exception as error:
         temporary.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from magi2_core.pipeline.build import Pipeline, build_pipeline
 from magi2_core.request import Conditioning, EncodeRequest
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from magi2_core.media.image import load_image
 from magi2_core.pipeline.build import Pipeline
 from magi2_core.request import DecodeRequest, EncodeRequest, SampleRequest
-from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).resolve().parent / "nano_golden"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
