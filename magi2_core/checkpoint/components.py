@@ -222,7 +222,10 @@ def load_text_encoder(
     files = read_component("text_encoder", folder)
     if should_stop is not None and should_stop():
         raise Interrupted("loading of text_encoder was cancelled before its first shard.")
-    encoder = TextEncoder.from_folder(folder, device=device, dtype=dtype)
+    try:
+        encoder = TextEncoder.from_folder(folder, device=device, dtype=dtype)
+    except CheckpointError as error:
+        raise error if str(folder) in str(error) else CheckpointError(f"{error} Folder: {folder}.") from None
     if progress is not None:
         count = len(files.files)
         progress(Progress(stage="load", step=count, total=count, message=f"text_encoder: shard {count}/{count}"))

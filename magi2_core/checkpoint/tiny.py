@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from magi2_core.audio.oobleck import OobleckConfig, OobleckDecoder
-from magi2_core.config import MoEConfig, PreviewConfig, RefinerConfig, WanVAEConfig
+from magi2_core.config import MoEConfig, PreviewConfig, RefinerConfig, WanVAEConfig, read_json
 from magi2_core.errors import CheckpointError, OutputError, RequestError
 from magi2_core.model.preview import PreviewTransformer
 from magi2_core.model.refiner import RefinerTransformer
@@ -27,11 +27,12 @@ from magi2_core.vae.wan import WanVAE
 
 from .catalog import INDEX_FILE, LAYOUTS, SINGLE_FILE
 from .manifest import MANIFEST_FILE, read_manifest, write_manifest
-from .tiny_values import audio_encoder_shapes, random_state, unfold_weight_norm
 from .tiny_text import TEXT_PREFIX, text_config, write_tokenizer
+from .tiny_values import audio_encoder_shapes, random_state, unfold_weight_norm
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 2_000_000_000
+WHAT = "random weights of make-tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,10 @@ class TinySizes:
         for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RequestError(f"make-tiny: {name} is {value!r}, expected a positive whole number.")
-        if min(self.num_layers, self.refiner_layers) < 2:
-            raise RequestError("make-tiny: num_layers and refiner_layers must be at least 2 (the first and the last are per modality).")
+        if min(self.num_layers, self.refiner_layers) < 3:
+            raise RequestError(
+                "make-tiny: num_layers and refiner_layers must be at least 3: the first and the last layer are per modality."
+            )
         if self.text_layers < 3 or self.text_size % 16:
             raise RequestError("make-tiny: text_layers must be at least 3 and text_size a multiple of 16.")
         try:
@@ -155,7 +158,9 @@ def _check_target(folder: Path, overwrite: bool) -> list[str]:
         raise RequestError(f"{folder} is not empty. Choose a new folder.")
     listed = [*read_manifest(folder), MANIFEST_FILE] if (folder / MANIFEST_FILE).is_file() else []
     foreign = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix() not in listed]
-    if foreign or not (folder / "generation.json").is_file() or "tiny" not in (folder / "generation.json").read_text(encoding="utf-8"):
+    generation = folder / "generation.json"
+    is_ours = generation.is_file() and str(read_json(generation).get("what", "")).startswith(WHAT)
+    if foreign or not is_ours:
         what = foreign[0] if foreign else folder
         raise RequestError(f"{what} was not written by make-tiny, so nothing is overwritten. Choose a new folder.")
     return listed
@@ -179,7 +184,9 @@ def _write_all(root: Path, seed: int, sizes: TinySizes) -> None:
         }
     total = sum(tensor.nbytes for state in states.values() for tensor in state.values())
     if total > MAX_BYTES:
-        raise RequestError(f"make-tiny: these sizes make {total / 1e9:.1f} GB, at most {MAX_BYTES / 1e9:.0f} GB are written. Use smaller sizes.")
+        raise RequestError(
+            f"make-tiny: these sizes make {total / 1e9:.1f} GB, at most {MAX_BYTES / 1e9:.0f} GB are written. Use smaller sizes."
+        )
     folders = {name: root / layout.folder for name, layout in LAYOUTS.items()}
     for path in folders.values():
         path.mkdir()
@@ -190,7 +197,7 @@ def _write_all(root: Path, seed: int, sizes: TinySizes) -> None:
 
     _write_shards(folders["preview"], values["preview"], sizes.shards)
     _write_json(folders["preview"] / "config.json", preview_values(preview))
-    _write_shards(folders["refiner"], values["refiner"], 1)
+    _write_shards(folders["refiner"], values["refiner"], 3)
     _write_json(folders["refiner"] / "config.json", refiner_values(refiner))
     head = {"lm_head.weight": torch.zeros(1, sizes.text_size, dtype=torch.bfloat16)}
     _write_shards(folders["text_encoder"], values["text_encoder"] | head, 2)
@@ -254,7 +261,7 @@ def preview_values(config: PreviewConfig) -> dict[str, Any]:
 
 def refiner_values(config: RefinerConfig) -> dict[str, Any]:
     """refiner/config.json of `config`, with the shipped window."""
-    arch = asdict(replace(config))
+    arch = asdict(config)
     window = arch.pop("window")
     proxy = {name: arch.pop(name) for name in ("t_patch_size", "patch_size", "spatial_rope_interpolation")}
     inner = ("level", "block_mode", "block_t_radius", "block_h_radius", "block_w_radius", "win_size", "frame_receptive_field")
@@ -310,7 +317,7 @@ def audio_values(sizes: TinySizes) -> dict[str, Any]:
 def generation_values(seed: int) -> dict[str, Any]:
     """generation.json: a small canvas and few steps, so that a whole run takes seconds on a CPU."""
     return {
-        "what": f"random weights of make-tiny, seed {seed}: for tests, the clip is noise",
+        "what": f"{WHAT}, seed {seed}: for tests, the clip is noise",
         "preview_width": 112,
         "preview_height": 64,
         "num_inference_steps": 4,

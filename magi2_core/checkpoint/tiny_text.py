@@ -51,7 +51,13 @@ def write_tokenizer(folder: Path) -> int:
 def text_config(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
     """text_encoder/config.json: every second layer full attention, the others gated delta rule, as in the release with other sizes."""
     head = 16
-    rope = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
     return {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",

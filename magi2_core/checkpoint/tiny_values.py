@@ -15,7 +15,8 @@ def random_state(shapes: dict[str, Tensor], seed: int, component: str) -> dict[s
     """Values on the CPU for meta tensors; each tensor has its own generator, so a value depends on seed, component and name only."""
     state = {}
     for name, meta in shapes.items():
-        generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(f"{component}/{name}".encode()))
+        # torch's CPU generator looks at the lower 32 bits of a seed only, so all parts are hashed into them.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{component}/{name}".encode()))
         state[name] = _values(name, tuple(meta.shape), generator).to(meta.dtype)
     return state
 

@@ -1,0 +1,215 @@
+"""Every component of the embedded checkpoint through the component loaders, and one fault of each kind refused by them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from magi2_core.checkpoint import components
+from magi2_core.checkpoint.catalog import LAYOUTS
+from magi2_core.checkpoint.report import report_checkpoint
+from magi2_core.errors import CheckpointError, Interrupted
+
+COUNTS = {"preview": 251, "refiner": 47, "vae": 196, "turbo": 60}
+LOADERS = {name: getattr(components, f"load_{name}") for name in LAYOUTS}
+
+
+def stored(root, name) -> dict[str, torch.Tensor]:
+    state = {}
+    for file in (root / name).glob("*.safetensors"):
+        state |= load_file(str(file))
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["preview", "refiner"])
+def test_load_transformer_holds_what_the_files_hold(nano_folder, name, dtype):
+    result = LOADERS[name](nano_folder, device="cpu", dtype=dtype)
+    state, loaded = stored(nano_folder, name), result.module.state_dict()
+    assert len(state) == COUNTS[name] and set(loaded) == set(state)
+    for key, value in state.items():
+        assert loaded[key].dtype == (torch.float32 if value.dtype == torch.float32 else dtype)
+        assert torch.equal(loaded[key], value.to(loaded[key].dtype)), key
+    assert result.bytes_read == sum(value.nbytes for value in state.values())
+
+
+def test_load_preview_on_the_cpu_is_float32_by_default(nano_folder):
+    module = components.load_preview(nano_folder, device="cpu").module
+    assert {value.dtype for value in module.state_dict().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_load_preview_expert_ranks_join_to_the_whole(nano_folder, size):
+    """4 heads over 2, 3 or 4 ranks; with 3 the heads are 2, 2 and none."""
+    state = stored(nano_folder, "preview")
+    parts = [
+        components.load_preview(nano_folder, device="cpu", dtype=torch.bfloat16, expert_rank=rank, expert_size=size) for rank in range(size)
+    ]
+    split = [key for key in state if ".moe_mlp." in key]
+    assert len(split) == 4 * 6
+    for key, value in state.items():
+        got = [part.module.state_dict()[key] for part in parts]
+        assert torch.equal(torch.cat(got), value) if key in split else all(torch.equal(each, value) for each in got), key
+    whole = sum(value.nbytes for key, value in state.items() if key not in split)
+    assert sum(part.bytes_read for part in parts) == size * whole + sum(state[key].nbytes for key in split)
+
+
+def test_load_vae_halves(nano_folder):
+    state = torch.load(nano_folder / "vae" / "Wan2.2_VAE.pth", weights_only=True)
+    for options in ({}, {"decoder": False}, {"encoder": False}):
+        result = components.load_vae(nano_folder, device="cpu", **options)
+        loaded = result.module.state_dict()
+        assert loaded and all(torch.equal(value, state[key]) for key, value in loaded.items())
+        assert (len(loaded) == 196) == (not options)
+        assert result.bytes_read == sum(value.nbytes for value in loaded.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_load_turbo_values(nano_folder, dtype):
+    state = torch.load(nano_folder / "turbo_vae" / "checkpoint.ckpt", weights_only=True)["ema_state_dict"]
+    loaded = components.load_turbo(nano_folder, device="cpu", dtype=dtype).module.state_dict()
+    assert len(loaded) == 60
+    assert all(torch.equal(value, state[f"module.{key}"].to(dtype)) for key, value in loaded.items())
+
+
+def test_load_audio_folds(nano_folder):
+    state = load_file(str(nano_folder / "stable-audio-open-1.0" / "model.safetensors"))
+    loaded = components.load_audio(nano_folder, device="cpu").module.state_dict()
+    v, g = (state[f"pretransform.model.decoder.layers.0.weight_{leaf}"] for leaf in "vg")
+    torch.testing.assert_close(loaded["decoder.layers.0.weight"], g * v / v.norm(dim=(1, 2), keepdim=True))
+    assert not any(key.endswith(("weight_g", "weight_v")) for key in loaded)
+
+
+def test_load_text_encoder_counts_what_it_reads(nano_folder):
+    result = components.load_text_encoder(nano_folder, device="cpu")
+    state = load_file(str(nano_folder / "text_encoder" / "model.safetensors"))
+    read = [key for key in state if ".language_model." in key and ".layers.2." not in key and ".layers.3." not in key]
+    read.remove("model.language_model.norm.weight")
+    assert result.bytes_read == sum(state[key].nbytes for key in read)
+    assert result.module.encode("a red circle").features.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_load_progress_and_cancel(nano_folder, name):
+    events = []
+    LOADERS[name](nano_folder, device="cpu", progress=events.append)
+    assert events[-1].stage == "load" and events[-1].step == events[-1].total
+    assert events[-1].message == f"{name}: shard {events[-1].total}/{events[-1].total}"
+    with pytest.raises(Interrupted, match=f"loading of {name} was cancelled"):
+        LOADERS[name](nano_folder, device="cpu", should_stop=lambda: True)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_load_missing_file(nano_copy, name):
+    layout = LAYOUTS[name]
+    file = "model-00001-of-00002.safetensors" if name == "preview" else "model.safetensors" if layout.sharded else layout.files[0]
+    (nano_copy / layout.folder / file).unlink()
+    with pytest.raises(CheckpointError, match=f"^{name}: .*{layout.folder}/.* is missing"):
+        LOADERS[name](nano_copy, device="cpu")
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_load_truncated_file(nano_copy, name):
+    layout = LAYOUTS[name]
+    file = max((nano_copy / layout.folder).iterdir(), key=lambda path: path.stat().st_size)
+    with open(file, "r+b") as handle:
+        handle.truncate(file.stat().st_size - 1000)
+    with pytest.raises(CheckpointError, match=f"{file.name}.*(is cut|is damaged|cannot be read)"):
+        LOADERS[name](nano_copy, device="cpu")
+    (part,) = [part for part in report_checkpoint(nano_copy).components if part.name == name]
+    assert part.state == "damaged" and file.name in part.fault
+
+
+def damage(root, name, key, value) -> None:
+    """Replaces, drops (None) or adds one tensor of a component, whatever its file kind."""
+    layout = LAYOUTS[name]
+    if name in ("vae", "turbo"):
+        file = root / layout.folder / layout.files[0]
+        loaded = torch.load(file, weights_only=True)
+        state = loaded["ema_state_dict"] if name == "turbo" else loaded
+        change(state, key, value)
+        torch.save(loaded, file)
+        return
+    file = next(file for file in sorted((root / layout.folder).glob("*.safetensors")) if value is not None or key in load_file(str(file)))
+    for candidate in (root / layout.folder).glob("*.safetensors"):
+        if key in load_file(str(candidate)):
+            file = candidate
+    state = load_file(str(file))
+    change(state, key, value)
+    save_file(state, str(file))
+    index = root / layout.folder / "model.safetensors.index.json"
+    if index.is_file():
+        values = json.loads(index.read_text())
+        change(values["weight_map"], key, None if value is None else file.name)
+        index.write_text(json.dumps(values))
+
+
+def change(state, key, value) -> None:
+    if value is None:
+        del state[key]
+    else:
+        state[key] = value
+
+
+KEYS = {
+    "preview": "block.layers.3.mlp.moe_mlp.W_down",
+    "refiner": "block.layers.1.mlp.up_gate_proj.weight",
+    "text_encoder": "model.language_model.layers.1.mlp.up_proj.weight",
+    "vae": "decoder.conv1.weight",
+    "turbo": "module.decoder.conv_in.conv.weight",
+    "audio": "pretransform.model.decoder.layers.0.bias",
+}
+FOREIGN = {"vae": "decoder.ghost", "turbo": "module.decoder.ghost", "audio": "pretransform.model.decoder.ghost"}
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "integer"])
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_load_refuses_one_wrong_tensor(nano_copy, name, fault):
+    key = FOREIGN.get(name, "ghost.weight") if fault == "unknown" else KEYS[name]
+    value = {"missing": None, "unknown": torch.zeros(2), "shape": torch.zeros(3, 5), "integer": torch.zeros(1, dtype=torch.int32)}[fault]
+    damage(nano_copy, name, key, value)
+    with pytest.raises(CheckpointError) as caught:
+        LOADERS[name](nano_copy, device="cpu")
+    message = str(caught.value)
+    tensor = key.removeprefix("module.").removeprefix("pretransform.model.")
+    assert tensor in message and str(nano_copy / LAYOUTS[name].folder) in message, message
+
+
+@pytest.mark.parametrize(("name", "key", "dtype"), [
+    ("preview", "block.layers.3.mlp.moe_mlp.W_down", "float32"),
+    ("preview", "block.layers.3.mlp.moe_mlp.gate", "bfloat16"),
+    ("refiner", "block.layers.1.mlp.down_proj.weight", "float16"),
+    ("refiner", "pre_adapter.rope.bands", "bfloat16"),
+])  # fmt: skip
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_load_transformer_refuses_a_wrong_dtype(nano_copy, name, key, dtype, wanted):
+    """The file's dtype is checked whatever the model is built in."""
+    damage(nano_copy, name, key, stored(nano_copy, name)[key].to(getattr(torch, dtype)))
+    with pytest.raises(CheckpointError, match=f"^{name}: .*safetensors, tensor {key}: dtype is torch.{dtype}, expected torch."):
+        LOADERS[name](nano_copy, device="cpu", dtype=wanted)
+
+
+@pytest.mark.parametrize("name", ["preview", "refiner", "vae", "turbo", "audio"])
+def test_check_component_finds_a_wrong_shape_without_loading(nano_copy, name):
+    components.check_component(name, nano_copy)
+    damage(nano_copy, name, KEYS[name], torch.zeros(3, 5))
+    with pytest.raises(CheckpointError, match=r"shape is \[3, 5\], expected"):
+        components.check_component(name, nano_copy)
+    assert [part.name for part in report_checkpoint(nano_copy).components if part.state == "damaged"] == [name]
+
+
+def test_config_of_a_release_folder_is_the_released_one(tmp_path):
+    assert components.preview_config(tmp_path).moe.num_heads == 12
+    assert components.refiner_config(tmp_path).num_layers == 30
+    assert components.wan_config(tmp_path).dim == 160
+
+
+def test_load_preview_config_with_other_sizes(nano_copy):
+    path = nano_copy / "preview" / "config.json"
+    path.write_text(path.read_text().replace('"expert_intermediate_size": 64', '"expert_intermediate_size": 128'))
+    with pytest.raises(CheckpointError, match=r"W_.*: shape is \[32, .*expected .*config.json"):
+        components.load_preview(nano_copy, device="cpu")
+    path.write_text(path.read_text().replace("bfloat16", "int4"))
+    with pytest.raises(CheckpointError, match="params_dtype 'int4'"):
+        components.load_preview(nano_copy, device="cpu")
