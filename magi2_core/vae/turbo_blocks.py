@@ -20,10 +20,10 @@ SLICE_ELEMENTS = 1 << 28
 """Elements of the widest tensor a slice of frames may have: 0.5 GB in bf16."""
 
 
-def _slices(x: Tensor, channels: int, scale: int = 1, limit: int | None = None) -> Iterator[tuple[int, int]]:
+def _slices(x: Tensor, channels: int, scale: int = 1) -> Iterator[tuple[int, int]]:
     """Ranges of frames of `x` such that `channels` of them at `scale` times the area stay within the limit."""
     area = x.shape[0] * channels * x.shape[3] * x.shape[4] * scale
-    frames = max(1, (limit or SLICE_ELEMENTS) // area)
+    frames = max(1, SLICE_ELEMENTS // area)
     for low in range(0, x.shape[2], frames):
         yield low, min(low + frames, x.shape[2])
 
@@ -35,22 +35,22 @@ def _assemble(pieces: Iterator[tuple[int, int, Tensor]], frames: int) -> Tensor:
         if high - low == frames:
             return piece
         if out is None:
-            out = piece.new_empty((*piece.shape[:2], frames, *piece.shape[3:]))
+            layout = torch.channels_last_3d if piece.stride(1) == 1 else torch.contiguous_format
+            shape = (*piece.shape[:2], frames, *piece.shape[3:])
+            out = torch.empty(shape, dtype=piece.dtype, device=piece.device, memory_format=layout)
         out[:, :, low:high] = piece
     assert out is not None
     return out
 
 
 def rms_norm(x: Tensor, eps: float, activation: Callable[..., Tensor] | None = None) -> Tensor:
-    """x / rms over channels, without weights: fp32 inside, the result in x's dtype; then the activation, in place."""
+    """x / rms over channels, without weights: fp32 inside, the result in x's dtype; then the activation, in place.
 
-    def pieces() -> Iterator[tuple[int, int, Tensor]]:
-        for low, high in _slices(x, x.shape[1], limit=SLICE_ELEMENTS // 4):
-            part = x[:, :, low:high].float()
-            normed = (part * torch.rsqrt(part.square().mean(dim=1, keepdim=True) + eps)).to(x.dtype)
-            yield low, high, normed if activation is None else activation(normed, inplace=True)
-
-    return _assemble(pieces(), x.shape[2])
+    Both passes convert inside the kernel: no fp32 copy of x is made.
+    """
+    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
+    out = torch.mul(x, torch.rsqrt(norm.square() / x.shape[1] + eps), out=torch.empty_like(x))
+    return out if activation is None else activation(out, inplace=True)
 
 
 class SymmetricConv3d(nn.Module):
