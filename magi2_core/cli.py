@@ -133,6 +133,10 @@ def build_parser() -> argparse.ArgumentParser:
     tiny = _command(commands, "make-tiny", "write a small random checkpoint for tests", MAKE_TINY)
     tiny.add_argument("folder", metavar="DIR", help="folder to write; must be new or empty")
     tiny.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: 0)")
+    tiny.add_argument(
+        "--parallel", action="store_true", help="start from the release's head counts (24 attention, 12 MoE), for parallel runs"
+    )
+    tiny.add_argument("--overwrite", action="store_true", help="replace the files of an earlier make-tiny in DIR")
     for name, what in TINY_SIZES.items():
         tiny.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
 
@@ -148,10 +152,16 @@ def build_parser() -> argparse.ArgumentParser:
 TINY_SIZES = {
     "num_layers": "layers of the preview transformer",
     "hidden_size": "width of the preview transformer",
-    "head_dim": "channels of one attention head; hidden-size / head-dim heads",
+    "head_dim": "channels of an attention head; there are hidden-size / head-dim heads",
     "moe_heads": "heads of the mixture of experts",
     "experts": "experts of one MoE head",
     "top_k": "experts a token visits in one head",
+    "expert_size": "width inside an expert",
+    "text_size": "width of the text features",
+    "refiner_layers": "layers of the refiner",
+    "refiner_heads": "query heads of the refiner",
+    "refiner_groups": "key and value heads of the refiner",
+    "shards": "files that hold the preview transformer",
 }
 """Sizes of make-tiny that are arguments, with their help."""
 

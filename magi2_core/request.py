@@ -372,9 +372,7 @@ def save_latents(latents: Latents, path: Path) -> None:
     temporary = Path(path).with_name(Path(path).name + ".part")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # A solver state may share tensors with the latents it belongs to; the file format wants each with memory of its own.
-        owned = {name: tensor.clone() for name, tensor in tensors.items()}
-        save_file(owned, str(temporary), metadata={"format": "magi2-latents", "schema": str(LATENT_SCHEMA), "header": json.dumps(header)})
+        save_file(tensors, str(temporary), metadata={"format": "magi2-latents", "schema": str(LATENT_SCHEMA), "header": json.dumps(header)})
         os.replace(temporary, path)
     except Exception as error:
         temporary.unlink(missing_ok=True)

@@ -269,7 +269,9 @@ def device_namers(source: Source) -> list[int]:
     """Lines that name an accelerator or a collective library in code."""
     lines = []
     for node in ast.walk(_without_docstrings(source.tree)):
-        if (isinstance(node, ast.Constant) and isinstance(node.value, str) and DEVICE_WORDS.fullmatch(node.value)) or (isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES):
+        if (isinstance(node, ast.Constant) and isinstance(node.value, str) and DEVICE_WORDS.fullmatch(node.value)) or (
+            isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES
+        ):
             lines.append(node.lineno)
     return lines
 

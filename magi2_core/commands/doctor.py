@@ -3,14 +3,19 @@
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from magi2_core import __version__, device, env
 from magi2_core.checkpoint import catalog
 from magi2_core.errors import Magi2Error
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,19 @@ PACKAGES = (
     Package(module="triton", pip="triton", purpose="fast kernels on a GPU", needed=False),
     Package(module="flash_attn_interface", pip="fa3-fwd", purpose="FlashAttention 3 on Hopper cards", needed=False),
     Package(module="torchada", pip="torchada", purpose="Moore Threads cards", needed=False),
+)
+
+
+OPS = (
+    "modality_rms_norm",
+    "qk_norm_rope",
+    "swiglu",
+    "grouped_linear",
+    "hyper_connection",
+    "sink_attention",
+    "block_attention",
+    "moe_routing",
+    "multi_head_moe",
 )
 
 
@@ -123,6 +141,22 @@ def _check_devices(findings: Findings) -> None:
     chosen = device.resolve("auto")
     findings.line(f"  used by default: {chosen}, {str(device.default_dtype(chosen)).removeprefix('torch.')}")
     _describe_kernels(findings, chosen)
+
+
+def _describe_kernels(findings: Findings, chosen: "torch.device") -> None:
+    """Which implementation the ops run here, and which attention."""
+    from magi2_core.pipeline.build import choose_kernels
+
+    try:
+        kernels = choose_kernels("auto", chosen)
+    except Magi2Error as error:
+        findings.fail("kernels", str(error))
+        return
+    written = [op for op in OPS if importlib.util.find_spec(f"magi2_kernels.{op}.kernel") is not None]
+    findings.line(f"  kernels: {kernels} (MAGI2_KERNELS: {env.kernel_choice()}); with a Triton kernel: {', '.join(written) or 'none'}")
+    for op, where in (("sink_attention", "preview"), ("block_attention", "refiner")):
+        is_triton = kernels == "triton" and op in written
+        findings.line(f"  attention of the {where}: {op}, {'Triton' if is_triton else 'plain PyTorch'}")
 
 
 def _check_checkpoints(findings: Findings, options: argparse.Namespace) -> None:

@@ -76,6 +76,7 @@ def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: P
     pipeline = build_pipeline(
         plan.checkpoint.path, device=options.device, dtype=options.dtype, kernels=options.kernels or "auto", hooks=hooks
     )
+    pipeline.require(plan.stages, image=plan.encode is not None and plan.encode.image is not None, decoder=plan.decode.decoder)
     conditioning = None if plan.encode is None else pipeline.encode(plan.encode)
     latents = plan.latents
     if plan.sample is not None:

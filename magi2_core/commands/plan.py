@@ -74,8 +74,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
     decode = _plan_decode(options, finished)
     stages = tuple(
         name
-        for name, wanted in (("encode", encode), ("preview", sample), ("refine", refine and not cut), ("decode", not cut))
-        if wanted is not None and wanted is not False
+        for name, wanted in (
+            ("encode", encode is not None),
+            ("preview", sample is not None),
+            ("refine", refine is not None and not cut),
+            ("decode", not cut),
+        )
+        if wanted
     )
     catalog.check_components(checkpoint.path, stages, image=image is not None, decoder=options.decoder)
     files = _plan_files(options)
@@ -141,6 +146,8 @@ def _plan_encode(options: argparse.Namespace, prompt: str | None, image: torch.T
     negative = options.negative_prompt
     if negative is None and start is not None:
         negative = start.negative_prompt
+    if start is not None and start.settings.get("has_image") and image is None:
+        raise RequestError("these latents were made with a picture, which is part of what the model is told. Give it again with --image.")
     request = EncodeRequest(prompt=prompt, negative_prompt=negative, image=image)
     request.validate()
     if options.enhance and not (options.enhance_url and options.enhance_model):
