@@ -47,7 +47,7 @@ class TurboConfig:
                 continue
             value = values[field.name]
             listed = bool(get_args(field.type))
-            kind = get_args(field.type)[0] if listed else field.type
+            kind: Any = get_args(field.type)[0] if listed else field.type
             parts = value if listed and isinstance(value, list) else [value]
             accepted = (int, float) if kind is float else (kind,)
             if listed != isinstance(value, list) or any(type(part) not in accepted for part in parts):
