@@ -97,4 +97,5 @@ def plan_tiles(routes: Routes, rows: int) -> Tiles:
     """Cuts every expert's routes into tiles of `rows`, on the device, without a copy to the host."""
     if rows < 1:
         raise ValueError(f"rows {rows}: a tile holds at least one route.")
-    return Tiles(*implementation(__name__, FILES).plan_tiles(routes.offsets, routes.tokens.shape[0], rows), rows)
+    expert, start = implementation(__name__, FILES).plan_tiles(routes.offsets, routes.tokens.shape[0], rows)
+    return Tiles(expert, start, rows)

@@ -147,7 +147,9 @@ class TokenPiece:
         if low >= high:
             return None
         rows = self.rows[low - self.start : high - self.start]
-        return replace(self, start=low - start, **({"features": rows} if self.embedded is None else {"embedded": rows}))
+        if self.embedded is None:
+            return replace(self, start=low - start, features=rows)
+        return replace(self, start=low - start, embedded=rows)
 
 
 @dataclass(frozen=True, eq=False)
