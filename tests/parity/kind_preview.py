@@ -5,6 +5,7 @@ README: where a layer's bf16 output is stored, the next layer starts from it.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +54,12 @@ class Component:
 
     def __init__(self, case, dtype: torch.dtype) -> None:
         self.case, self.dtype, self.inputs = case, dtype, case.inputs
-        self.model = build_model(case, dtype)
         ids = self.inputs.get("modality_mapping")
         self.segments = None if ids is None else ModalitySegments.from_ids(ids)
+
+    @cached_property
+    def model(self) -> PreviewTransformer:
+        return build_model(self.case, self.dtype)
 
     @property
     def layer(self):
@@ -117,13 +121,16 @@ def _rmsnorm(c: Component) -> Tensors:
 def _attention_sink(c: Component) -> Tensors:
     q, k, v, cu = c.get("q"), c.get("k"), c.get("v"), CuSeqlens.build(c.inputs["cu_seqlens"].tolist())
     plain, lse = packed_attention(q, k, v, cu)
-    return {
+    found = {
         "out": sink_attention(q, k, v, c.inputs["sinks"], cu),
-        "out_three_sinks": sink_attention(q, k, v, c.inputs["sinks_three"], cu),
         "out_without_sink": plain,
         "lse": lse,
         "sink_weight": sink_weight(lse, c.inputs["sinks"]),
     }
+    for name, sinks in c.inputs.items():
+        if name.startswith("sinks_"):
+            found[f"out_{name.removeprefix('sinks_')}_sinks"] = sink_attention(q, k, v, sinks, cu)
+    return found
 
 
 def _mhc(c: Component) -> Tensors:
@@ -204,7 +211,7 @@ COMPONENTS: dict[str, Callable[[Component], Tensors]] = {
     "rmsnorm": _rmsnorm,
     "rope_embed": lambda c: {"rope": c.model.pre_adapter.rope(c.inputs["coords"])},
     "rope_apply": lambda c: {"y": apply_rope(c.inputs["q"], c.inputs["rope"])},
-    "time_embedding": lambda c: {"emb64": time_code(c.inputs["t"], 64)},
+    "time_embedding": lambda c: {name: time_code(c.inputs["t"], int(name.removeprefix("emb"))) for name in c.case.spec["compare"]},
     "attention_sink": _attention_sink,
     "mhc": _mhc,
     "router": _router,
