@@ -7,6 +7,7 @@ straight to its device and dtype and assigned, so the host holds what it keeps p
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from magi2_core.errors import CheckpointError, Interrupted
 from magi2_core.request import Progress
 
-from .index import ComponentFiles, open_reader
+from .index import ComponentFiles, TensorEntry, open_reader, read_ahead
 from .slices import Slice, SliceRule
 
 ProgressCallback = Callable[[Progress], None]
@@ -104,6 +105,29 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
+def _load_file(
+    module: nn.Module,
+    component: ComponentFiles,
+    file: Path,
+    items: list[tuple[str, TensorEntry, Tensor]],
+    slices: SliceRule | None,
+    device: torch.device,
+) -> int:
+    """Loads the named tensors of one file into `module`; returns the bytes read."""
+    count = 0
+    parts = [slices(name) if slices else None for name, _, _ in items]
+    with open(file, "rb") as handle, open_reader(file, component.state) as read:
+        for index, (name, entry, wanted) in enumerate(items):
+            for ahead in (index, index + 1)[index > 0 :]:
+                if ahead < len(items):
+                    read_ahead(handle.fileno(), items[ahead][1], parts[ahead])
+            stored = read(entry, parts[index])
+            keep = component.is_owned and parts[index] is None and stored.dtype == wanted.dtype and stored.device == device
+            _assign(module, name, stored if keep else _fetch(stored, parts[index], wanted, device))
+            count += stored.nbytes
+    return count
+
+
 def finish(module: nn.Module) -> None:
     """Runs `module.finish_loading()` where it exists, switches to evaluation, and makes sure that nothing is left without data."""
     if callable(getattr(module, "finish_loading", None)):
@@ -146,13 +170,7 @@ def load_module(
         if should_stop is not None and should_stop():
             raise Interrupted(f"loading of {component.name} was cancelled at shard {number} of {len(groups)}.")
         try:
-            with open_reader(file, component.state) as read:
-                for name, entry in entries:
-                    part = slices(name) if slices else None
-                    stored = read(entry, part)
-                    keep = component.is_owned and part is None and stored.dtype == wanted[name].dtype and stored.device == device
-                    _assign(module, name, stored if keep else _fetch(stored, part, wanted[name], device))
-                    bytes_read += stored.nbytes
+            bytes_read += _load_file(module, component, file, [(name, entry, wanted[name]) for name, entry in entries], slices, device)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{component.name}: {file}: cannot be read ({error}). It changed since its header was checked.") from None
         if progress is not None:

@@ -1,6 +1,8 @@
 """Every component of the embedded checkpoint through the component loaders, and one fault of each kind refused by them."""
 
 import json
+import math
+import shutil
 
 import pytest
 import torch
@@ -9,7 +11,11 @@ from safetensors.torch import load_file, save_file
 from magi2_core.checkpoint import components
 from magi2_core.checkpoint.catalog import LAYOUTS
 from magi2_core.checkpoint.report import report_checkpoint
+from magi2_core.checkpoint.slices import expert_slices
+from magi2_core.config import PreviewConfig, RefinerConfig
 from magi2_core.errors import CheckpointError, Interrupted
+from magi2_core.model.preview import PreviewTransformer
+from magi2_core.model.refiner import RefinerTransformer
 
 COUNTS = {"preview": 251, "refiner": 47, "vae": 196, "turbo": 60}
 LOADERS = {name: getattr(components, f"load_{name}") for name in LAYOUTS}
@@ -213,3 +219,37 @@ def test_load_preview_config_with_other_sizes(nano_copy):
     path.write_text(path.read_text().replace("bfloat16", "int4"))
     with pytest.raises(CheckpointError, match="params_dtype 'int4'"):
         components.load_preview(nano_copy, device="cpu")
+
+
+@pytest.mark.parametrize(("name", "shards", "count", "elements", "gigabytes"), [
+    ("preview", 56, 1371, 113_934_953_536, 228.107858176),
+    ("refiner", 3, 281, 6_720_075_280, 13.485),
+])  # fmt: skip
+def test_check_component_of_the_released_layout(tmp_path, toy, name, shards, count, elements, gigabytes):
+    """A folder of the released sizes without config.json (its data are holes): numbers of spec preview.md 2.1 and components.md 1.2."""
+    with torch.device("meta"):
+        module = PreviewTransformer(PreviewConfig()) if name == "preview" else RefinerTransformer(RefinerConfig())
+    state = module.state_dict()
+    codes = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    folder, weight_map = tmp_path / name, {}
+    folder.mkdir()
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = list(state)[number::shards]
+        try:
+            toy.sparse(folder / file, {key: (codes[state[key].dtype], list(state[key].shape), state[key].nbytes) for key in part})
+        except OSError as error:
+            pytest.skip(f"this file system has no files with holes of this size: {error}")
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    files = components.check_component(name, tmp_path)
+    assert len(files.tensors) == count
+    assert sum(math.prod(entry.shape) for entry in files.tensors.values()) == elements
+    assert files.total_bytes / 1e9 == pytest.approx(gigabytes, abs=0 if name == "preview" else 5e-4)
+    if name == "preview":
+        rule = expert_slices(PreviewConfig().moe, 2, 4)
+        parts = {key: part for key in files.tensors if (part := rule(key)) is not None}
+        assert len(parts) == 36 * 6 and {part.stop - part.start for part in parts.values()} == {768}
+        matrices = sum(files.tensors[key].nbytes // 4 for key in parts if ".W_" in key)
+        assert round(matrices / 1e9, 1) == 54.4  # table of spec preview.md 7.3, expert parallel 4
+    shutil.rmtree(folder)

@@ -155,30 +155,14 @@ def test_load_module_file_replaced_after_its_header_was_read(tmp_path, toy):
         load_module(toy.module, files, device="cpu")
 
 
-def write_sparse(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> int:
-    """A safetensors file whose data is one hole: costs no disk and no time. Values: dtype, shape, bytes."""
-    import json
-    import struct
-
-    header, end = {}, 0
-    for name, (dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    with open(path, "wb") as handle:
-        handle.write(struct.pack("<Q", len(text)) + text)
-        handle.truncate(8 + len(text) + end)
-    return end
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
 @pytest.mark.parametrize(("heads", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (1, "float32")])
-def test_load_module_peak_memory(tmp_path, heads, dtype):
+def test_load_module_peak_memory(tmp_path, toy, heads, dtype):
     """2.2 GB in 2 shards (holes, so free): a rank with 1 or 2 of 8 heads peaks at what it keeps + the largest tensor + 10 %."""
     rows, width = 8 * 64, 512 * 1024
     size = rows * width * 2
     for number in (1, 2):
-        write_sparse(
+        toy.sparse(
             tmp_path / f"model-0000{number}-of-00002.safetensors",
             {f"layers.{index}.moe_mlp.W_up": ("BF16", [rows, width], size) for index in (2 * number - 2, 2 * number - 1)}
             | {f"layers.{index}.norm": ("F32", [1024], 4096) for index in (2 * number - 2, 2 * number - 1)},
