@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from magi2_core.audio.oobleck import PREFIX as OOBLECK_PREFIX
 from magi2_core.audio.oobleck import OobleckConfig, OobleckDecoder, load_oobleck_state
 from magi2_core.config import PreviewConfig, RefinerConfig, WanVAEConfig, read_json
 from magi2_core.device import default_dtype
@@ -209,6 +210,23 @@ def _audio_files(root: Path) -> ComponentFiles:
     return torch_component("audio", path, load_oobleck_state(path), is_owned=True)
 
 
+def _audio_headers(root: Path) -> ComponentFiles:
+    """The decoder's tensors under their folded names, from the header alone."""
+    files = read_component("audio", _require("audio", root))
+
+    def folded(key: str) -> str | None:
+        name = key.removeprefix(OOBLECK_PREFIX)
+        if name == key or not name.startswith("decoder.") or name.endswith(".weight_g"):
+            return None
+        if name.endswith(".weight_v"):
+            if key.removesuffix("v") + "g" not in files.tensors:
+                raise files.fail("missing, weight_v needs it beside it.", name=key.removesuffix("v") + "g")
+            return name.removesuffix("_v")
+        return name
+
+    return files.renamed(folded)
+
+
 def load_text_encoder(
     root: Path,
     *,
@@ -252,7 +270,7 @@ def check_component(name: str, root: Path) -> ComponentFiles:
         return _check(_turbo_files(root), lambda: TurboVAED(turbo), _any_float)
     if name == "audio":
         audio = audio_config(root)
-        return _check(_audio_files(root), lambda: OobleckDecoder(audio), _any_float)
+        return _check(_audio_headers(root), lambda: OobleckDecoder(audio), _any_float)
     return read_component(name, _require(name, root))
 
 

@@ -205,6 +205,17 @@ def test_check_component_finds_a_wrong_shape_without_loading(nano_copy, name):
     assert [part.name for part in report_checkpoint(nano_copy).components if part.state == "damaged"] == [name]
 
 
+def test_check_component_audio_half_a_pair(nano_copy):
+    """The header check agrees with the loader about names, and finds a weight_v without its weight_g."""
+    assert set(components.check_component("audio", nano_copy).tensors) == set(
+        components.load_audio(nano_copy, device="cpu").module.state_dict()
+    )
+    damage(nano_copy, "audio", "pretransform.model.decoder.layers.0.weight_g", None)
+    for call in (components.check_component, lambda name, root: components.load_audio(root, device="cpu")):
+        with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\.weight_g"):
+            call("audio", nano_copy)
+
+
 def test_config_of_a_release_folder_is_the_released_one(tmp_path):
     assert components.preview_config(tmp_path).moe.num_heads == 12
     assert components.refiner_config(tmp_path).num_layers == 30
