@@ -244,6 +244,7 @@ def build_pipeline(
         raise RequestError(f"dtype {chosen}: use {' or '.join(DTYPES)}.")
     devices.use_full_fp32()
     env.set_deterministic_workspace()
+    devices.synchronize(target)  # initialises the device: its memory statistics raise before that
     return Pipeline(
         folder,
         device=target,
