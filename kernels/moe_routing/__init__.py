@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..common.checks import check_rank
 from ..common.choice import implementation
-from .reference import CHUNK_SCORES
 
-FILES = {"reference": "reference"}
+FILES = {"reference": "reference", "triton": "kernel"}
 
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """`ids` int64 [G, S, K] experts in falling order of biased score, `weights` fp32 [G, S, K] what each result is multiplied by."""
+    """`ids` integer [G, S, K] experts in falling order of biased score, `weights` fp32 [G, S, K] what each result is multiplied by."""
 
     ids: Tensor
     weights: Tensor
@@ -28,12 +27,15 @@ class TopK:
 class Routes:
     """All routes grouped by flat expert, tokens ascending inside one. R = G * S * K.
 
-    `tokens` int32 [R] row of the token; `weights` fp32 [R]; `offsets` int64 [G * E + 1] where each expert's routes begin.
+    `tokens` int32 [R] row of the token; `weights` fp32 [R]; `offsets` int64 [G * E + 1] where each expert's routes begin;
+    `slots` int32 [R] place of the route in the order [G, S, K] it had before it was sorted; `top_k` is K.
     """
 
     tokens: Tensor
     weights: Tensor
     offsets: Tensor
+    slots: Tensor
+    top_k: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +50,24 @@ class Tiles:
     rows: int
 
 
-def router_logits(x: Tensor, gate: Tensor) -> Tensor:
-    """Scores before the sigmoid: x [S, G, d] in any type, gate fp32 [G * E, d], to fp32 [G, S, E]."""
-    check_rank("x", x, 3)
+def _check_gate(x: Tensor, gate: Tensor) -> None:
     if gate.shape[1] != x.shape[2] or gate.shape[0] % x.shape[1] or gate.dtype != torch.float32:
         raise ValueError(
             f"gate is {gate.dtype} {tuple(gate.shape)}, expected float32 [{x.shape[1]} heads * experts, {x.shape[2]}]: pass the same heads in both."
         )
+
+
+def _check_choice(expert_bias: Tensor, flat: int, experts: int, top_k: int) -> None:
+    if expert_bias.numel() != flat:
+        raise ValueError(f"expert_bias has {expert_bias.numel()} numbers, expected {flat}, one for each expert of every head.")
+    if not 0 < top_k <= experts:
+        raise ValueError(f"top_k {top_k} is outside 1..{experts}, the experts of a head.")
+
+
+def router_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """Scores before the sigmoid: x [S, G, d] in any type, gate fp32 [G * E, d], to fp32 [G, S, E]."""
+    check_rank("x", x, 3)
+    _check_gate(x, gate)
     return implementation(__name__, FILES).router_logits(x, gate)
 
 
@@ -68,29 +81,22 @@ def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
         route_scale: sum of the weights of one token and head.
     """
     check_rank("logits", logits, 3)
-    if expert_bias.numel() != logits.shape[0] * logits.shape[2]:
-        raise ValueError(f"expert_bias has {expert_bias.numel()} numbers, expected {logits.shape[0]} heads * {logits.shape[2]} experts.")
-    if not 0 < top_k <= logits.shape[2]:
-        raise ValueError(f"top_k {top_k} is outside 1..{logits.shape[2]}, the experts of a head.")
+    _check_choice(expert_bias, logits.shape[0] * logits.shape[2], logits.shape[2], top_k)
     return TopK(*implementation(__name__, FILES).select_experts(logits, expert_bias, top_k=top_k, route_scale=route_scale))
 
 
 def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> TopK:
-    """`router_logits` and `select_experts` without keeping the logits of all tokens at once."""
+    """`router_logits` and `select_experts` in one, without keeping the logits of all tokens."""
     check_rank("x", x, 3)
-    rows = max(1, CHUNK_SCORES // max(1, gate.shape[0]))
-    parts = [
-        select_experts(router_logits(x[start : start + rows], gate), expert_bias, top_k=top_k, route_scale=route_scale)
-        for start in range(0, max(1, x.shape[0]), rows)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    return TopK(torch.cat([part.ids for part in parts], dim=1), torch.cat([part.weights for part in parts], dim=1))
+    _check_gate(x, gate)
+    _check_choice(expert_bias, gate.shape[0], gate.shape[0] // x.shape[1], top_k)
+    return TopK(*implementation(__name__, FILES).route(x, gate, expert_bias, top_k=top_k, route_scale=route_scale))
 
 
 def sort_routes(chosen: TopK, num_experts: int) -> Routes:
     """Groups the routes by flat expert; `num_experts` is E."""
-    return Routes(*implementation(__name__, FILES).sort_routes(chosen.ids, chosen.weights, num_experts))
+    sort = implementation(__name__, FILES).sort_routes
+    return Routes(*sort(chosen.ids, chosen.weights, num_experts), top_k=chosen.ids.shape[2])
 
 
 def plan_tiles(routes: Routes, rows: int) -> Tiles:

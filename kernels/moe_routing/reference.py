@@ -22,13 +22,25 @@ def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
     return ids, weights / weights.sum(-1, keepdim=True).clamp_min(MIN_SUM) * route_scale
 
 
-def sort_routes(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> tuple[Tensor, Tensor]:
+    """Both steps for as many tokens at a time as CHUNK_SCORES allows."""
+    rows = max(1, CHUNK_SCORES // max(1, gate.shape[0]))
+    parts = [
+        select_experts(router_logits(x[start : start + rows], gate), expert_bias, top_k=top_k, route_scale=route_scale)
+        for start in range(0, max(1, x.shape[0]), rows)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([ids for ids, _ in parts], dim=1), torch.cat([weights for _, weights in parts], dim=1)
+
+
+def sort_routes(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A stable sort of head-major, token-major routes keeps the tokens of an expert ascending."""
     heads, tokens, top_k = ids.shape
     flat = (ids + torch.arange(heads, device=ids.device).view(-1, 1, 1) * num_experts).flatten()
     experts, order = torch.sort(flat, stable=True)
     offsets = torch.searchsorted(experts, torch.arange(heads * num_experts + 1, device=ids.device))
-    return ((order // top_k) % tokens).int() if tokens else order.int(), weights.flatten()[order], offsets
+    return ((order // top_k) % tokens).int() if tokens else order.int(), weights.flatten()[order], offsets, order.int()
 
 
 def plan_tiles(offsets: Tensor, routes: int, rows: int) -> tuple[Tensor, Tensor]:

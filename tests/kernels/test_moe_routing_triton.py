@@ -1,0 +1,149 @@
+"""The Triton routing against the reference: on the CPU under TRITON_INTERPRET=1 (fp32 and bf16 tokens), on a GPU unchanged."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from magi2_kernels.common.choice import using
+from magi2_kernels.moe_routing import TopK, kernel, plan_tiles, reference, route, sort_routes
+
+SHAPES = [(13, 3, 5, 2, 6), (1, 1, 1, 1, 1), (33, 2, 20, 6, 40), (70, 1, 17, 3, 16), (0, 2, 8, 2, 8)]
+"""S, G, E, K, d."""
+
+
+def inputs(device: str, s: int, g: int, e: int, d: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, gate, bias = (torch.randn(*shape, generator=generator) for shape in ((s, g, d), (g * e, d), (g * e,)))
+    return x.to(device, dtype), gate.to(device), (0.1 * bias).to(device)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that a kernel fails to write are NaN, or numbers out of every range."""
+
+    def poisoned(*shape, **options):
+        tensor = plain(*shape, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+    plain = torch.empty
+    monkeypatch.setattr(kernel.torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_route_equals_reference(triton_device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    s, g, e, k, d = shape
+    if dtype == torch.bfloat16 and triton_device == "cpu":
+        pytest.skip("the interpreter's bf16 product is wrong")
+    x, gate, bias = inputs(triton_device, s, g, e, d, dtype)
+    want_ids, want_weights = reference.route(x, gate, bias, top_k=k, route_scale=4.9)
+    with using("triton"):
+        got = route(x, gate, bias, top_k=k, route_scale=4.9)
+    assert torch.equal(got.ids.long(), want_ids)
+    torch.testing.assert_close(got.weights, want_weights, rtol=2e-5, atol=1e-6)
+
+
+def test_route_reads_strided_tokens(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 21, 4, 7, 10, torch.float32)
+    part, some = x[2:19, 1:3], slice(7, 21)
+    with using("triton"):
+        got = route(part, gate[some], bias[some], top_k=3, route_scale=1.0)
+        same = route(part.contiguous(), gate[some], bias[some], top_k=3, route_scale=1.0)
+    assert torch.equal(got.ids, same.ids) and torch.equal(got.weights, same.weights)
+
+
+def test_route_equal_scores_and_not_a_number_stay_in_the_table(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 6, 1, 5, 8, torch.float32)
+    x[0], x[1] = 0.0, float("nan")
+    with using("triton"):
+        got = route(x, gate, torch.zeros_like(bias), top_k=3, route_scale=1.0)
+    assert got.ids[0, 0].tolist() == [0, 1, 2]
+    assert got.ids.min() >= 0 and got.ids.max() < 5
+    assert torch.isfinite(got.weights[0, 2:]).all()
+
+
+def test_route_large_bias_leaves_the_weights_exact(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 40, 1, 16, 16, torch.float32)
+    gate, bias = gate - 0.3 * x.mean(0), 1000.0 * bias
+    want_ids, want = reference.route(x, gate, bias, top_k=4, route_scale=4.9)
+    with using("triton"):
+        got = route(x, gate, bias, top_k=4, route_scale=4.9)
+    same = (got.ids == want_ids).all(-1)
+    assert same.float().mean() > 0.9
+    torch.testing.assert_close(got.weights[same], want[same], rtol=2e-5, atol=1e-6)
+
+
+def test_route_other_types_are_refused(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 3, 1, 4, 8, torch.float64)
+    with using("triton"), pytest.raises(ValueError, match="the Triton kernel takes"):
+        route(x, gate, bias, top_k=2, route_scale=1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 128])
+def test_sort_and_tiles_equal_reference(triton_device: str, shape: tuple[int, ...], rows: int) -> None:
+    s, g, e, k, d = shape
+    chosen = TopK(*reference.route(*inputs(triton_device, s, g, e, d, torch.float32), top_k=k, route_scale=4.9))
+    want = sort_routes(chosen, e)
+    tiles = plan_tiles(want, rows)
+    with using("triton"):
+        got = sort_routes(TopK(chosen.ids.int(), chosen.weights), e)
+        got_tiles = plan_tiles(got, rows)
+    for field in dataclasses.fields(want):
+        left, right = getattr(got, field.name), getattr(want, field.name)
+        assert left == right if field.name == "top_k" else torch.equal(left, right) and left.dtype == right.dtype, field.name
+    assert torch.equal(got_tiles.expert, tiles.expert) and torch.equal(got_tiles.start, tiles.start)
+
+
+def test_sort_routes_many_experts_use_wide_keys(triton_device: str) -> None:
+    ids = torch.tensor([[[39_999], [1], [39_998]]], device=triton_device)
+    with using("triton"):
+        got = sort_routes(TopK(ids.int(), torch.ones(1, 3, 1, device=triton_device)), 40_000)
+    assert got.tokens.tolist() == [1, 2, 0] and got.offsets[-1] == 3
+
+
+@pytest.mark.parametrize("name", kernel.TABLE)
+def test_router_table_row_is_right(triton_device: str, name: str) -> None:
+    on_gpu = triton_device != "cpu"
+    s, g, e, k, d = (700, 2, 256, 6, 256) if on_gpu else (20, 1, 16, 2, 20)
+    x, gate, bias = inputs(triton_device, s, g, e, d, torch.bfloat16 if on_gpu else torch.float32)
+    want_ids, want = reference.route(x, gate, bias, top_k=k, route_scale=4.9)
+    ids, weights = kernel._launch_route(x, gate, bias, k, 4.9, kernel.TABLE[name])
+    same = (ids == want_ids).all(-1)
+    assert same.float().mean() > 0.998
+    torch.testing.assert_close(weights[same], want[same], rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_route_sets_on_many_rows_equal_fp64(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 20_000, 3, 256, 256, torch.bfloat16)
+    gate = gate / 16
+    with using("triton"):
+        got = route(x, gate, bias, top_k=6, route_scale=4.9).ids.sort(-1).values
+    scores = torch.sigmoid(torch.bmm(x.double().transpose(0, 1), gate.double().view(3, 256, 256).transpose(1, 2)))
+    want = torch.topk(scores + bias.double().view(3, 1, 256), 6, dim=-1).indices.sort(-1).values
+    assert (got == want).all(-1).float().mean() > 0.9999
+
+
+@pytest.mark.gpu
+def test_routing_is_captured_in_a_graph(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 300, 2, 64, 64, torch.bfloat16)
+
+    def run():
+        routes = sort_routes(route(x, gate, bias, top_k=4, route_scale=4.9), 64)
+        return routes, plan_tiles(routes, 64)
+
+    with using("triton"):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            routes, tiles = run()
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        want, want_tiles = run()
+    assert torch.equal(routes.tokens, want.tokens) and torch.equal(tiles.start, want_tiles.start)
+
