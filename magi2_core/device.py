@@ -113,6 +113,18 @@ def collective_backend(device: "torch.device") -> str:
     return {"cuda": "nccl", "musa": "mccl"}.get(device.type, "gloo")
 
 
+def process_group_backend(device: "torch.device") -> str:
+    """Backend of a process group on `device`: its own library, and gloo beside it for small messages between the hosts' CPUs."""
+    library = collective_backend(device)
+    return library if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+
+
+def set_device(device: "torch.device") -> None:
+    """Makes `device` the current one of this process; nothing on a CPU."""
+    if device.type != "cpu":
+        accelerator_module().set_device(device)
+
+
 def default_dtype(device: "torch.device") -> "torch.dtype":
     """Arithmetic of the transformers when the user says nothing: bfloat16 on an accelerator, float32 on a CPU."""
     import torch
