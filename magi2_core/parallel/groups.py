@@ -201,6 +201,11 @@ class Group:
         return self.index
 
     @property
+    def is_real(self) -> bool:
+        """Whether there is a process group; without one its collectives hand back what they were given."""
+        return self.handle is not None
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the group's first."""
         return self.index == 0
@@ -276,7 +281,8 @@ class Groups:
             """The group this rank is in, of several disjoint ones that together form an axis; all ranks create all of them."""
             mine = Group(ranks=tuple(members[0]), index=None, traffic=traffic)
             for ranks in members:
-                handle = dist.new_group(list(ranks), timeout=timeout, backend=backend) if len(ranks) > 1 else None
+                is_real = len(ranks) > 1 or config.world == 1  # a world of one with a rendezvous runs the library on itself
+                handle = dist.new_group(list(ranks), timeout=timeout, backend=backend) if is_real else None
                 if rank in ranks:
                     mine = Group(ranks=tuple(ranks), index=list(ranks).index(rank), handle=handle, traffic=traffic)
             return mine
