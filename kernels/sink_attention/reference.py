@@ -36,3 +36,10 @@ def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
     sink = torch.logsumexp(sinks.float(), dim=0).expand_as(lse)
     joint = torch.maximum(lse, sink) + F.softplus(torch.minimum(lse, sink) - torch.maximum(lse, sink))
     return torch.exp(lse - joint)
+
+
+def finish(x: Tensor, lse: Tensor | None, sinks: Tensor | None, gate: Tensor | None) -> Tensor:
+    """Sinks (with `lse`) and gate where given, each rounded to the type of `x`."""
+    if lse is not None and sinks is not None:
+        x = (x.float() * sink_weight(lse, sinks).unsqueeze(-1)).to(x.dtype)
+    return x if gate is None else x * torch.sigmoid(gate).unsqueeze(-1)

@@ -1,7 +1,8 @@
 """Attention of the preview transformer: pre-norm, q/k norm, rotary, sinks, per-head gate (spec preview.md 3.8).
 
 `core` is a seam: a callable on local tokens and all heads. Head-exchanging context parallelism replaces it by one that
-trades tokens for heads around the same attention; everything else in the module is local to a token.
+trades tokens for heads around the same attention; everything else in the module is local to a token. The gate is an argument
+of it because one pass over the result applies sinks and gate.
 """
 
 from typing import Protocol
@@ -12,16 +13,16 @@ from torch import Tensor, nn
 from magi2_core.config import PreviewConfig
 from magi2_kernels.common.sequences import CuSeqlens
 from magi2_kernels.qk_norm_rope import qk_norm_rope
-from magi2_kernels.sink_attention import gate_heads, sink_attention
+from magi2_kernels.sink_attention import gated_attention
 
 from .layers import GroupedLinear, ModalityRMSNorm, frozen
 from .packing import TokenContext
 
 
 class AttentionCore(Protocol):
-    """q, k, v [S, H, Dh], sinks fp32 [n_sink, H], cu_seqlens of the whole packed sequence, to [S, H, Dh]."""
+    """q, k, v [S, H, Dh], sinks fp32 [n_sink, H], cu_seqlens of the whole packed sequence, gate [S, H], to [S, H, Dh]."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: CuSeqlens) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: CuSeqlens, gate: Tensor) -> Tensor: ...
 
 
 class Attention(nn.Module):
@@ -40,7 +41,7 @@ class Attention(nn.Module):
         self.sinks = frozen(config.sink_tokens, self.heads)
         self.q_norm = ModalityRMSNorm(self.head_dim, blocks)
         self.k_norm = ModalityRMSNorm(self.head_dim, blocks)
-        self.core = sink_attention
+        self.core = gated_attention
 
     def forward(self, x: Tensor, tokens: TokenContext) -> Tensor:
         """Attends within each packed sequence; q and k stay fp32 from the norm to the end of the rotation."""
@@ -50,5 +51,5 @@ class Attention(nn.Module):
         q, k, v = self.linear_qkv(normed, segments).view(-1, 3, self.heads, self.head_dim).unbind(1)
         per_modality = segments if self.q_norm.blocks > 1 else None
         q, k = qk_norm_rope(q, k, self.q_norm.weight, self.k_norm.weight, tokens.rope, per_modality, out_dtype=self.dtype)
-        out = gate_heads(self.core(q, k, v, self.sinks, tokens.cu_seqlens), gate)
+        out = self.core(q, k, v, self.sinks, tokens.cu_seqlens, gate)
         return self.linear_proj(out.flatten(1), segments)

@@ -89,9 +89,9 @@ def test_preview_bf16_path_keeps_fp32_where_the_release_does(
     heads: dict[str, torch.dtype] = {}
     core = layer.attention.core
 
-    def watched_core(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens) -> Tensor:
+    def watched_core(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens, gate: Tensor) -> Tensor:
         heads.update(q=q.dtype, k=k.dtype, v=v.dtype, sinks=sinks.dtype)
-        return core(q, k, v, sinks, cu_seqlens)
+        return core(q, k, v, sinks, cu_seqlens, gate)
 
     layer.attention.core = watched_core
     weights: list[torch.dtype] = []
@@ -145,8 +145,8 @@ def test_preview_slices_equal_whole(small_model: PreviewTransformer, small_reque
     originals = [layer.attention.core for layer in small_model.block.layers]
 
     def keep(core):
-        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens) -> Tensor:
-            attended.append((q, k, v, core(q, k, v, sinks, cu_seqlens)))
+        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens, gate: Tensor) -> Tensor:
+            attended.append((q, k, v, core(q, k, v, sinks, cu_seqlens, gate)))
             return attended[-1][-1]
 
         return run
@@ -161,7 +161,7 @@ def test_preview_slices_equal_whole(small_model: PreviewTransformer, small_reque
         stop = min(start + step, inputs.total)
         for index, layer in enumerate(small_model.block.layers):
 
-            def from_whole(q, k, v, sinks, cu_seqlens, index=index, rows=slice(start, stop)) -> Tensor:
+            def from_whole(q, k, v, sinks, cu_seqlens, gate, index=index, rows=slice(start, stop)) -> Tensor:
                 # Rows a rank sends to the exchange are those of the whole run, so what comes back may be cut from it.
                 assert cu_seqlens.total == inputs.total
                 for mine, full in zip((q, k, v), attended[index][:3], strict=True):
