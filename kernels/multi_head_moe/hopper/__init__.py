@@ -1,0 +1,1 @@
+"""The expert network for Hopper's asynchronous tensor cores, in Gluon (part of Triton 3.6)."""
