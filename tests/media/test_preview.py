@@ -52,3 +52,26 @@ def test_latent_preview_never_larger_than_asked_and_survives_nan() -> None:
 def test_latent_preview_wrong_factors() -> None:
     with pytest.raises(RequestError, match=r"\(48, 3\)"):
         preview.latent_preview(torch.zeros(1, 48, 1, 2, 2), torch.zeros(16, 3), torch.zeros(3))
+
+
+def test_calibration_picture_fits_the_nano_encoder(nano_folder) -> None:
+    # the encoder alone gives a map that shows another picture of the nano's world in its own colours
+    from magi2_core.pipeline.build import build_pipeline
+
+    def encode(picture: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), build_pipeline(nano_folder, device="cpu").use("vae") as vae:
+            return vae.encode(picture.permute(3, 0, 1, 2)[None].float() / 127.5 - 1)
+
+    fitted = preview.calibration_picture(torch.Generator().manual_seed(0))
+    factors, bias = preview.fit_rgb_factors(encode(fitted), fitted)
+    picture = torch.tensor([25, 45, 140], dtype=torch.uint8).repeat(1, 64, 112, 1)
+    picture[:, 16:32, 32:48] = torch.tensor([230, 40, 40], dtype=torch.uint8)
+    shown = preview.latent_preview(encode(picture), factors, bias, long_side=7)
+    wanted = picture.view(1, 4, 16, 7, 16, 3).float().mean((2, 4))
+    assert (shown.float() - wanted).pow(2).mean().sqrt() < 12
+
+
+def test_calibration_picture_is_seeded() -> None:
+    one, two = (preview.calibration_picture(torch.Generator().manual_seed(seed), 64, 32) for seed in (1, 2))
+    assert one.shape == (1, 32, 64, 3) and not torch.equal(one, two)
+    assert torch.equal(one, preview.calibration_picture(torch.Generator().manual_seed(1), 64, 32))
