@@ -6,11 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magi2_core.checkpoint.slices import expert_slices
 from magi2_core.config import PreviewConfig
 from magi2_core.media.image import prepare_reference
 from magi2_core.model.moe import Router
 from magi2_core.model.preview import PreviewTransformer
 from magi2_core.model.velocity import PreviewVelocity
+from magi2_core.parallel.apply import apply_parallel
+from magi2_core.parallel.collectives import gather_rows
+from magi2_core.parallel.groups import Groups
+from magi2_core.parallel.guidance import shared_velocity
 from magi2_core.sampling.denoise import DenoiseHooks, DenoiseOptions, denoise, start_state
 from magi2_core.sampling.guidance import guided_velocity, video_scale
 from magi2_core.sampling.noise import NoiseStream
@@ -20,6 +25,7 @@ from magi2_core.shapes import LatentShape, VideoShape
 from magi2_kernels.moe_routing import router_logits
 
 CPU = torch.device("cpu")
+ALONE = Groups.local()
 
 
 def run(case) -> dict[str, Tensor]:
@@ -30,6 +36,11 @@ def run(case) -> dict[str, Tensor]:
 def run_bf16(case) -> dict[str, Tensor] | None:
     """Tensors of the bf16 oracle that its rules name; the schedule has none."""
     return None if case.kind == "schedule" else _RUNNERS[case.kind](case, torch.bfloat16)
+
+
+def run_denoise(case, groups: Groups) -> dict[str, Tensor]:
+    """A `preview_denoise` case in fp32 on the ranks of `groups`; every rank calls it and gets every tensor."""
+    return _run_denoise(case, torch.float32, groups)
 
 
 def _run_schedule(case, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -71,16 +82,24 @@ class _Recorder:
         return velocities
 
 
-def _load_model(case, dtype: torch.dtype) -> PreviewTransformer:
-    model = PreviewTransformer(PreviewConfig.from_dict(case.model_config), dtype)
+def _load_model(case, dtype: torch.dtype, groups: Groups = ALONE) -> PreviewTransformer:
+    config = PreviewConfig.from_dict(case.model_config)
+    model = PreviewTransformer(config, dtype)
     own = model.state_dict()
-    model.load_state_dict({name: tensor.to(own[name].dtype) for name, tensor in case.weights.items()})
-    return model.finish_loading()
+    weights = {name: tensor.to(own[name].dtype) for name, tensor in case.weights.items()}
+    rule = expert_slices(config.moe, groups.expert.place, groups.expert.size)
+    for name, part in ((name, rule(name)) for name in weights if rule is not None):
+        if part is not None:
+            weights[name] = weights[name][part.start : part.stop].clone()
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(torch.empty_like(weights[name]), requires_grad=False))
+    model.load_state_dict(weights)
+    return apply_parallel(model.finish_loading(), groups)
 
 
-def _velocity_model(case, model: PreviewTransformer, video: Tensor, audio: Tensor) -> PreviewVelocity:
+def _velocity_model(case, model: PreviewTransformer, video: Tensor, audio: Tensor, groups: Groups = ALONE):
     given = case.inputs
-    return PreviewVelocity(
+    velocity = PreviewVelocity(
         model,
         latent_shape=LatentShape(frames=video.shape[2], height=video.shape[3], width=video.shape[4], channels=video.shape[1]),
         audio_latents=audio.shape[1],
@@ -89,7 +108,9 @@ def _velocity_model(case, model: PreviewTransformer, video: Tensor, audio: Tenso
         special=given.get("ref_image_special_token_embedding"),
         ref_latents=given.get("ref_image_feat"),
         use_ref_for_uncond=case.config.get("use_ref_for_uncond", True),
+        branches=groups.branch,
     )
+    return shared_velocity(velocity, groups)
 
 
 class _GapMeter:
@@ -108,7 +129,8 @@ class _GapMeter:
             self.gaps.append(torch.tensor(torch.inf))
             return
         best = biased.topk(router.top_k + 1, dim=-1).values
-        self.gaps.append((best[..., -2] - best[..., -1]).min())
+        gaps = best[..., -2] - best[..., -1]
+        self.gaps.append(gaps.min() if gaps.numel() else torch.tensor(torch.inf))
 
 
 def _options(case) -> DenoiseOptions:
@@ -118,11 +140,11 @@ def _options(case) -> DenoiseOptions:
 
 
 @torch.no_grad()
-def _run_denoise(case, dtype: torch.dtype) -> dict[str, Tensor]:
+def _run_denoise(case, dtype: torch.dtype, groups: Groups = ALONE) -> dict[str, Tensor]:
     video, audio = case.inputs["latent"], case.inputs["audio_latent"]
     steps, shift = int(case.config["case_params"]["steps"]), float(case.config["shift"])
-    model, options, schedule = _load_model(case, dtype), _options(case), flow_schedule(steps, shift)
-    meter, recorder = _GapMeter(model), _Recorder(_velocity_model(case, model, video, audio))
+    model, options, schedule = _load_model(case, dtype, groups), _options(case), flow_schedule(steps, shift)
+    meter, recorder = _GapMeter(model), _Recorder(_velocity_model(case, model, video, audio, groups))
     produced = {"timesteps": torch.tensor(schedule.timesteps), "sigmas": schedule.sigmas}
     state = start_state(steps, shift, video, audio)
     for step in range(steps):
@@ -141,7 +163,8 @@ def _run_denoise(case, dtype: torch.dtype) -> dict[str, Tensor]:
             f"{tag}_audio_latent": state.sample["audio"],
         }
     produced |= {"final_latent": state.sample["video"], "final_audio_latent": state.sample["audio"]}
-    produced["router_min_gap_per_step_and_moe_layer"] = torch.stack(meter.gaps).view(steps, -1)
+    gaps = gather_rows(torch.stack(meter.gaps)[None], groups.world, [1] * groups.world.size)
+    produced["router_min_gap_per_step_and_moe_layer"] = gaps.amin(dim=0).view(steps, -1)
     return produced
 
 
