@@ -12,6 +12,8 @@ from types import ModuleType
 IMPLEMENTATIONS = ("reference", "triton")
 
 _state = {"chosen": "reference"}
+_loaded: dict[str, ModuleType] = {}
+"""Modules found before: a look-up that torch.compile can follow, which an import is not."""
 
 
 def choose(name: str) -> None:
@@ -53,4 +55,8 @@ def implementation(op: str, files: Mapping[str, str]) -> ModuleType:
         raise RuntimeError(
             f"{op} has no {chosen()!r} implementation, only {', '.join(files)}: choose one of these when the model is built."
         )
-    return importlib.import_module(f"{op}.{file}")
+    name = f"{op}.{file}"
+    module = _loaded.get(name)
+    if module is None:
+        module = _loaded[name] = importlib.import_module(name)
+    return module

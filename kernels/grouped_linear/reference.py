@@ -1,5 +1,6 @@
-"""The same function in plain PyTorch: one matrix product a run."""
+"""The same function in plain PyTorch: one matrix product a run, written where it belongs."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,5 +16,5 @@ def grouped_linear(x: Tensor, weight: Tensor, segments: ModalitySegments | None)
         return F.linear(x, blocks[segments.runs[0][2]])
     out = x.new_empty(x.shape[0], blocks.shape[1])
     for start, stop, modality in segments.runs:
-        out[start:stop] = F.linear(x[start:stop], blocks[modality])
+        torch.mm(x[start:stop], blocks[modality].t(), out=out[start:stop])
     return out

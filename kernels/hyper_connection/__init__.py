@@ -1,7 +1,8 @@
 """Manifold hyper-connections: N residual streams, mixed around a branch by coefficients made from the streams (spec preview.md 3.7).
 
 `hyper_projection` and `hyper_coefficients` make the three coefficient sets, `hyper_branch_input` the branch's input and
-`hyper_connect` the new streams. All are local to a token. Legend: S tokens, N streams, C channels.
+`hyper_connect` the new streams. `hyper_mix` is everything in front of a branch in one call, its norm included: what a model runs.
+All are local to a token. Legend: S tokens, N streams, C channels, M modalities.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from ..common.checks import check_rank, check_rows, weight_blocks
 from ..common.choice import implementation
 from ..common.segments import ModalitySegments
 
-FILES = {"reference": "reference"}
+FILES = {"reference": "reference", "triton": "kernel"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HyperWeights:
-    """Learned numbers of one branch, all fp32: phi [N * C, N * (N + 2)], alphas [1], bias_pre and bias_post [N], bias_res [N, N]."""
+    """Learned numbers of one branch, all fp32: phi [N * C, N * (N + 2)], alphas [1], bias_pre and bias_post [N], bias_res [N, N].
+
+    `folded` is what `fold_norm` made of phi and the norm in front of it, None where the implementation needs no such copy.
+    """
 
     phi: Tensor
     alpha_pre: Tensor
@@ -27,6 +31,7 @@ class HyperWeights:
     bias_pre: Tensor
     bias_post: Tensor
     bias_res: Tensor
+    folded: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +64,22 @@ def hyper_projection(streams: Tensor, norm_weight: Tensor, phi: Tensor, segments
     return implementation(__name__, FILES).hyper_projection(streams, norm_weight, phi, segments)
 
 
+def fold_norm(norm_weight: Tensor, phi: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Prepares phi for `hyper_mix` once, when weights are loaded: the scale (1 + w) of the norm goes into it.
+
+    Args:
+        norm_weight: fp32 [N * C] or [M * N * C], stored minus one.
+        phi: fp32 [N * C, N * (N + 2)].
+        dtype: type of the streams it will meet.
+
+    Returns:
+        A copy in the form of the implementation in use (3 MB a modality in the released model), None when it needs none.
+    """
+    if phi.shape[0] == 0 or norm_weight.shape[0] % phi.shape[0]:
+        raise ValueError(f"norm_weight has {norm_weight.shape[0]} numbers, expected a multiple of the {phi.shape[0]} rows of phi.")
+    return implementation(__name__, FILES).fold_norm(norm_weight, phi, dtype)
+
+
 def hyper_coefficients(
     projection: Tensor, weights: HyperWeights, *, width: int, iterations: int = 20, out_dtype: torch.dtype
 ) -> HyperCoefficients:
@@ -77,6 +98,42 @@ def hyper_coefficients(
         raise ValueError(f"projection has {projection.shape[1]} columns, expected {n * (n + 2)} for {n} streams.")
     pre, post, res = implementation(__name__, FILES).hyper_coefficients(projection, weights, width=width, iterations=iterations)
     return HyperCoefficients(pre.to(out_dtype), post.to(out_dtype), res.to(out_dtype))
+
+
+def hyper_mix(
+    streams: Tensor,
+    weights: HyperWeights,
+    norm_weight: Tensor,
+    branch_norm_weight: Tensor,
+    segments: ModalitySegments | None = None,
+    *,
+    iterations: int = 20,
+) -> tuple[Tensor, HyperCoefficients]:
+    """Everything in front of a branch: projection, coefficients, branch input, and the norm that every branch begins with.
+
+    The branch input is rounded to the type of the streams before its norm, the coefficients before they are used.
+
+    Args:
+        streams: [S, N, C].
+        weights: of the branch.
+        norm_weight: fp32, of the norm in front of phi, stored minus one; [N * C], or [M * N * C] to choose by modality.
+        branch_norm_weight: fp32, of the branch's own norm, stored minus one; [C] or [M * C].
+        segments: modality runs over the S rows; needed when one of the two weights has blocks.
+        iterations: Sinkhorn rounds.
+
+    Returns:
+        The normalised branch input [S, C] in the type of the streams, and the coefficients in that type for `hyper_connect`.
+    """
+    check_rank("streams", streams, 3)
+    check_rows("streams", streams, segments)
+    n, channels = streams.shape[1:]
+    for name, weight, block in (("norm_weight", norm_weight, n * channels), ("branch_norm_weight", branch_norm_weight, channels)):
+        weight_blocks(name, weight, segments if weight.shape[0] != block else None, block)
+    if tuple(weights.phi.shape) != (n * channels, n * (n + 2)):
+        raise ValueError(f"phi has shape {tuple(weights.phi.shape)}, expected {(n * channels, n * (n + 2))}.")
+    ops = implementation(__name__, FILES)
+    normed, mix = ops.hyper_mix(streams, weights, norm_weight, branch_norm_weight, segments, iterations)
+    return normed, HyperCoefficients(*mix)
 
 
 def hyper_branch_input(streams: Tensor, pre: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..common.segments import ModalitySegments
-from ..modality_rms_norm.reference import rms_norm
+from ..modality_rms_norm.reference import modality_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from . import HyperWeights
@@ -28,6 +28,28 @@ def hyper_projection(streams: Tensor, norm_weight: Tensor, phi: Tensor, segments
             stop = min(start + CHUNK_ROWS, run_stop)
             out[start:stop] = rms_norm(flat[start:stop], blocks[modality], eps=EPS, out_dtype=torch.float32) @ phi
     return out
+
+
+def fold_norm(norm_weight: Tensor, phi: Tensor, dtype: torch.dtype) -> None:
+    """Nothing to prepare: the norm is applied to the streams."""
+
+
+def hyper_mix(
+    streams: Tensor,
+    weights: "HyperWeights",
+    norm_weight: Tensor,
+    branch_norm_weight: Tensor,
+    segments: ModalitySegments | None,
+    iterations: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The four steps one after the other."""
+    width, channels = streams.shape[1] * streams.shape[2], streams.shape[2]
+    projection = hyper_projection(streams, norm_weight, weights.phi, segments if norm_weight.shape[0] != width else None)
+    pre, post, res = hyper_coefficients(projection, weights, width=width, iterations=iterations)
+    pre, post, res = pre.to(streams.dtype), post.to(streams.dtype), res.to(streams.dtype)
+    branch_in = hyper_branch_input(streams, pre)
+    chosen = segments if branch_norm_weight.shape[0] != channels else None
+    return modality_rms_norm(branch_in, branch_norm_weight, chosen, eps=EPS, out_dtype=streams.dtype), (pre, post, res)
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:

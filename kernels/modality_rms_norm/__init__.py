@@ -7,7 +7,7 @@ from ..common.checks import check_rows, weight_blocks
 from ..common.choice import implementation
 from ..common.segments import ModalitySegments
 
-FILES = {"reference": "reference"}
+FILES = {"reference": "reference", "triton": "kernel"}
 
 
 def modality_rms_norm(

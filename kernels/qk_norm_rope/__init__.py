@@ -7,7 +7,7 @@ from ..common.checks import check_rank, check_rows, weight_blocks
 from ..common.choice import implementation
 from ..common.segments import ModalitySegments
 
-FILES = {"reference": "reference"}
+FILES = {"reference": "reference", "triton": "kernel"}
 
 
 def _check_rope(x: Tensor, rope: Tensor) -> None:
@@ -58,8 +58,5 @@ def qk_norm_rope(
         check_rows(name, heads, segments)
         weight_blocks(f"{name}_weight", weight, segments, heads.shape[-1])
         _check_rope(heads, rope)
-    dtype = out_dtype or q.dtype
-    return (
-        implementation(__name__, FILES).norm_rope(q, q_weight, rope, segments, out_dtype=dtype),
-        implementation(__name__, FILES).norm_rope(k, k_weight, rope, segments, out_dtype=dtype),
-    )
+    ops = implementation(__name__, FILES)
+    return ops.qk_norm_rope(q, k, q_weight, k_weight, rope, segments, out_dtype=out_dtype or q.dtype)

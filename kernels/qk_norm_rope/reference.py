@@ -20,3 +20,13 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 def norm_rope(x: Tensor, weight: Tensor, rope: Tensor, segments: ModalitySegments | None, *, out_dtype: torch.dtype) -> Tensor:
     """Norm and rotation of one of q, k; the value between the two stays fp32."""
     return apply_rope(modality_rms_norm(x, weight, segments, eps=EPS, out_dtype=torch.float32), rope).to(out_dtype)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, segments: ModalitySegments | None, *, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """q, then k."""
+    return (
+        norm_rope(q, q_weight, rope, segments, out_dtype=out_dtype),
+        norm_rope(k, k_weight, rope, segments, out_dtype=out_dtype),
+    )

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..common.choice import implementation
 
-FILES = {"reference": "reference"}
+FILES = {"reference": "reference", "triton": "kernel"}
 
 
 def swiglu7(u: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -43,10 +43,13 @@ class Attention(nn.Module):
         self.k_norm = ModalityRMSNorm(self.head_dim, blocks)
         self.core = gated_attention
 
-    def forward(self, x: Tensor, tokens: TokenContext) -> Tensor:
-        """Attends within each packed sequence; q and k stay fp32 from the norm to the end of the rotation."""
+    def forward(self, x: Tensor, tokens: TokenContext, *, is_normed: bool = False) -> Tensor:
+        """Attends within each packed sequence; q and k stay fp32 from the norm to the end of the rotation.
+
+        `is_normed`: x went through `pre_norm` already, together with the making of the branch input.
+        """
         segments = tokens.segments
-        normed = self.pre_norm(x, segments)
+        normed = x if is_normed else self.pre_norm(x, segments)
         gate = self.linear_g(normed, segments)
         q, k, v = self.linear_qkv(normed, segments).view(-1, 3, self.heads, self.head_dim).unbind(1)
         per_modality = segments if self.q_norm.blocks > 1 else None

@@ -24,11 +24,12 @@ class PreviewLayer(HyperConnectedLayer):
 
     def attend(self, streams: Tensor, tokens: TokenContext) -> Tensor:
         """Streams [S, N, C] after the attention branch."""
-        return self.through("attn", streams, tokens.segments, lambda x: self.attention(x, tokens))
+        norm = self.attention.pre_norm
+        return self.through("attn", streams, tokens.segments, norm, lambda x: self.attention(x, tokens, is_normed=True))
 
     def feed_forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
         """Streams [S, N, C] after the MLP branch."""
-        return self.through("mlp", streams, tokens.segments, lambda x: self.mlp(x, tokens))
+        return self.through("mlp", streams, tokens.segments, self.mlp.pre_norm, lambda x: self.mlp(x, tokens, is_normed=True))
 
     def forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
         """[S, N, C] to [S, N, C]."""

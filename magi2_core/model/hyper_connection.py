@@ -14,9 +14,10 @@ from magi2_kernels.common.segments import ModalitySegments
 from magi2_kernels.hyper_connection import (
     HyperCoefficients,
     HyperWeights,
-    hyper_branch_input,
+    fold_norm,
     hyper_coefficients,
     hyper_connect,
+    hyper_mix,
     hyper_projection,
 )
 
@@ -37,7 +38,14 @@ class HyperConnectedLayer(nn.Module):
                 self.register_parameter(f"mhc_alpha_{name}_{branch}", frozen(1))
                 self.register_parameter(f"mhc_bias_{name}_{branch}", frozen(n, n) if name == "res" else frozen(n))
             self.register_parameter(f"mhc_phi_fused_{branch}", frozen(width, n * (n + 2)))
+            # Made by `prepare` where the kernels want it; a buffer so that it moves with the weights, not part of a checkpoint.
+            self.register_buffer(f"folded_{branch}", None, persistent=False)
         self.mhc_norm = ModalityRMSNorm(width, blocks)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Folds the norm into phi for streams of type `dtype`, once the weights are in and the kernels are chosen."""
+        for branch in BRANCHES:
+            setattr(self, f"folded_{branch}", fold_norm(self.mhc_norm.weight, self.get_parameter(f"mhc_phi_fused_{branch}"), dtype))
 
     def hyper_weights(self, branch: str) -> HyperWeights:
         """The learned numbers of "attn" or "mlp"."""
@@ -46,7 +54,7 @@ class HyperConnectedLayer(nn.Module):
             for kind in ("alpha", "bias")
             for name in ("pre", "post", "res")
         }
-        return HyperWeights(phi=self.get_parameter(f"mhc_phi_fused_{branch}"), **named)
+        return HyperWeights(phi=self.get_parameter(f"mhc_phi_fused_{branch}"), folded=getattr(self, f"folded_{branch}"), **named)
 
     def project(self, branch: str, streams: Tensor, segments: ModalitySegments) -> Tensor:
         """fp32 [S, N * (N + 2)]: the normalised streams times phi."""
@@ -59,10 +67,14 @@ class HyperConnectedLayer(nn.Module):
         projection = self.project(branch, streams, segments)
         return hyper_coefficients(projection, self.hyper_weights(branch), width=width, iterations=self.iterations, out_dtype=streams.dtype)
 
-    def through(self, branch: str, streams: Tensor, segments: ModalitySegments, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """New streams after `compute` [S, C] -> [S, C] ran on the branch input."""
-        mix = self.coefficients(branch, streams, segments)
-        return hyper_connect(streams, compute(hyper_branch_input(streams, mix.pre)), mix)
+    def through(
+        self, branch: str, streams: Tensor, segments: ModalitySegments, norm: ModalityRMSNorm, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """New streams after `compute` [S, C] -> [S, C] ran on the branch input, normalised by `norm` already."""
+        normed, mix = hyper_mix(
+            streams, self.hyper_weights(branch), self.mhc_norm.weight, norm.weight, segments, iterations=self.iterations
+        )
+        return hyper_connect(streams, compute(normed), mix)
 
 
 def split_streams(x: Tensor, num_streams: int) -> Tensor:

@@ -47,10 +47,11 @@ class DenseMLP(nn.Module):
         self.up_gate_proj = GroupedLinear(hidden, 2 * inner, NUM_MODALITIES, dtype=dtype)
         self.down_proj = GroupedLinear(inner, hidden, NUM_MODALITIES, dtype=dtype)
 
-    def forward(self, x: Tensor, tokens: TokenContext) -> Tensor:
-        """[S, C] to [S, C]."""
+    def forward(self, x: Tensor, tokens: TokenContext, *, is_normed: bool = False) -> Tensor:
+        """[S, C] to [S, C]; `is_normed` when x went through `pre_norm` already."""
         segments = tokens.segments
-        return self.down_proj(swiglu7(self.up_gate_proj(self.pre_norm(x, segments), segments)), segments)
+        normed = x if is_normed else self.pre_norm(x, segments)
+        return self.down_proj(swiglu7(self.up_gate_proj(normed, segments)), segments)
 
 
 class Router(nn.Module):
@@ -122,7 +123,7 @@ class MoEMLP(nn.Module):
         own = swiglu7(self.modality_specific_shared_expert_fc1(normed, segments))
         return common + self.modality_specific_shared_expert_fc2(own, segments)
 
-    def forward(self, x: Tensor, tokens: TokenContext) -> Tensor:
-        """[S, C] to [S, C]."""
-        normed = self.pre_norm(x, tokens.segments)
+    def forward(self, x: Tensor, tokens: TokenContext, *, is_normed: bool = False) -> Tensor:
+        """[S, C] to [S, C]; `is_normed` when x went through `pre_norm` already."""
+        normed = x if is_normed else self.pre_norm(x, tokens.segments)
         return self.routed(normed, tokens) + self.shared(normed, tokens)

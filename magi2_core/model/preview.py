@@ -63,13 +63,17 @@ class PreviewTransformer(nn.Module):
         return self.pre_adapter.rope.bands.device
 
     def finish_loading(self) -> "PreviewTransformer":
-        """Call once when all weights are in: freezes them and checks what a forward relies on."""
+        """Call once when all weights are in and the kernels are chosen: checks what a forward relies on, freezes the weights,
+        prepares the forms of them that the kernels read."""
         missing = [name for name, tensor in self.state_dict().items() if tensor.is_meta]
         if missing:
             raise RuntimeError(
                 f"{len(missing)} weights are not loaded, the first is {missing[0]}: load every tensor of the checkpoint first."
             )
-        return self.requires_grad_(False).eval()
+        self.requires_grad_(False).eval()
+        for layer in self.block.layers:
+            layer.prepare(self.dtype)
+        return self
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """One evaluation of all rows.

@@ -192,10 +192,13 @@ def _moe(c: Component) -> Tensors:
 
 def _layer(c: Component) -> Tensors:
     layer, tokens, found = c.layer, c.tokens(), {}
-    record(layer.attention, found, into="attn_in", out="attn_out")
-    record(layer.mlp, found, into="mlp_in", out="mlp_out")
+    record(layer.attention, found, out="attn_out")
+    record(layer.mlp, found, out="mlp_out")
     streams = split_streams(c.get("x"), c.model.config.num_streams)
     found["streams_after_attn"] = layer.attend(streams, tokens)
+    # The layer makes a branch's input and its norm in one call; the golden is the value between the two.
+    for name, before in (("attn", streams), ("mlp", found["streams_after_attn"])):
+        found[f"{name}_in"] = hyper_branch_input(before, layer.coefficients(name, before, c.segments).pre)
     found["y"] = layer.feed_forward(found["streams_after_attn"], tokens).flatten(1)
     return found
 

@@ -1,0 +1,477 @@
+"""Triton: three passes over the streams for a branch: project (with coefficients), branch input (with its norm), connect.
+
+The norm in front of the projection is folded: (1 + w) into phi once per weight set, the inverse root mean square into the result, so
+that one read of the streams feeds the product and the sum of squares. phi stays exact enough on bf16 tensor cores as a sum of two
+bf16 numbers (16 bits; the streams are bf16 already, products are exact, sums fp32). Sinkhorn runs in the end of the projection on a
+whole tile of tokens at once. Measurements: tests/bench/results/memory_ops_h200.json.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.launch import check_types, modality_ids, opaque
+from ..common.segments import ModalitySegments
+from ..common.tuning import pick
+from .reference import EPS, SINKHORN_EPS
+
+if TYPE_CHECKING:
+    from . import HyperWeights
+
+TYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Tokens and channels of a tile, warps, pipeline stages."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int = 1
+
+
+# One setting an architecture, whatever the number of tokens: the sums of a row must not depend on how many rows there are.
+PROJECT = {
+    "sm_90": Blocks(rows=64, cols=64, warps=4, stages=4),
+    "musa": Blocks(rows=64, cols=64, warps=4, stages=1),
+    "interpreter": Blocks(rows=16, cols=32, warps=1),
+    "default": Blocks(rows=64, cols=64, warps=4, stages=3),
+}
+COEFFICIENTS = {"interpreter": Blocks(rows=4, cols=1, warps=1), "default": Blocks(rows=128, cols=1, warps=4)}
+BRANCH_INPUT = {"interpreter": Blocks(rows=2, cols=16, warps=1), "default": Blocks(rows=1, cols=1024, warps=4)}
+CONNECT = {"interpreter": Blocks(rows=2, cols=16, warps=1), "default": Blocks(rows=1, cols=1024, warps=4)}
+
+
+@triton.jit
+def _store_coefficients(
+    res,
+    ends,
+    rows,
+    live,
+    out_ptr,
+    alpha_pre_ptr,
+    alpha_post_ptr,
+    alpha_res_ptr,
+    bias_pre_ptr,
+    bias_post_ptr,
+    bias_res_ptr,
+    SCALE: tl.constexpr,
+    SINK_EPS: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # res [ROWS, NP * NP] and ends [ROWS, NP * NP] (columns pre, post, unused) to one row of N * (N + 2) coefficients: pre, post, res.
+    q = tl.arange(0, NP * NP)
+    to_pre = q < N
+    to_post = (q >= NP) & (q < NP + N)
+    base = out_ptr + rows.to(tl.int64) * (N * (N + 2))
+    alpha = tl.where(to_pre, tl.load(alpha_pre_ptr), tl.load(alpha_post_ptr)) * SCALE
+    bias = tl.load(bias_pre_ptr + q, mask=to_pre, other=0.0) + tl.load(bias_post_ptr + q - NP, mask=to_post, other=0.0)
+    value = tl.sigmoid(alpha[None, :] * ends + bias[None, :]) * tl.where(to_pre, 1.0, 2.0)[None, :]
+    column = tl.where(to_pre, q, q - NP + N)
+    tl.store(base[:, None] + column[None, :], value.to(out_ptr.dtype.element_ty), mask=live[:, None] & (to_pre | to_post)[None, :])
+
+    i, j = q // NP, q % NP
+    inside = (i < N) & (j < N)
+    logits = (tl.load(alpha_res_ptr) * SCALE) * res + tl.load(bias_res_ptr + i * N + j, mask=inside, other=0.0)[None, :]
+    logits = tl.where(inside[None, :], logits, float("-inf"))
+    matrix = tl.reshape(tl.exp(logits - tl.max(logits, axis=1)[:, None]), (ROWS, NP, NP))
+    for _ in tl.range(ITERATIONS):
+        matrix = matrix / (tl.sum(matrix, axis=1)[:, None, :] + SINK_EPS)
+        matrix = matrix / (tl.sum(matrix, axis=2)[:, :, None] + SINK_EPS)
+    flat = tl.reshape(matrix, (ROWS, NP * NP))
+    to_res = 2 * N + i * N + j
+    tl.store(base[:, None] + to_res[None, :], flat.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _accumulate(
+    row_ptr, phi_ptr, mine, acc, squares, WIDTH: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    # Adds the rows `mine` times phi [WIDTH, WIDE] to acc, and their squares to squares.
+    EVEN: tl.constexpr = WIDTH % COLS == 0
+    n = tl.arange(0, WIDE)
+    for k0 in tl.range(0, WIDTH, COLS, num_stages=STAGES):
+        k = k0 + tl.arange(0, COLS)
+        if EVEN:
+            x = tl.load(row_ptr + k[None, :], mask=mine[:, None], other=0.0)
+            phi = tl.load(phi_ptr + k[:, None] * WIDE + n[None, :])
+        else:
+            x = tl.load(row_ptr + k[None, :], mask=mine[:, None] & (k < WIDTH)[None, :], other=0.0)
+            phi = tl.load(phi_ptr + k[:, None] * WIDE + n[None, :], mask=(k < WIDTH)[:, None], other=0.0)
+        acc = tl.dot(x, phi, acc, input_precision="ieee")
+        wide = x.to(tl.float32)
+        squares += wide * wide
+    return acc, squares
+
+
+@triton.jit(do_not_specialize=["S"])
+def _project(
+    streams_ptr,
+    folded_ptr,
+    ids_ptr,
+    out_ptr,
+    alpha_pre_ptr,
+    alpha_post_ptr,
+    alpha_res_ptr,
+    bias_pre_ptr,
+    bias_post_ptr,
+    bias_res_ptr,
+    S,
+    stride,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SINK_EPS: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    PER_MODALITY: tl.constexpr,
+    MODALITIES: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    HALF: tl.constexpr = NP * NP
+    WIDE: tl.constexpr = 2 * HALF * PARTS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < S
+    row_ptr = streams_ptr + rows.to(tl.int64)[:, None] * stride
+    acc = tl.zeros([ROWS, WIDE], dtype=tl.float32)
+    squares = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    if PER_MODALITY:
+        # A tile has one modality, except the few where two runs meet: those take one pass for each, over their own rows.
+        modality = tl.load(ids_ptr + rows, mask=live, other=-1)
+        m = tl.min(tl.where(modality >= 0, modality, MODALITIES), axis=0)
+        while m < MODALITIES:
+            block_ptr = folded_ptr + m.to(tl.int64) * (WIDTH * WIDE)
+            acc, squares = _accumulate(row_ptr, block_ptr, modality == m, acc, squares, WIDTH, WIDE, COLS, STAGES)
+            m = tl.min(tl.where(modality > m, modality, MODALITIES), axis=0)
+    else:
+        acc, squares = _accumulate(row_ptr, folded_ptr, live, acc, squares, WIDTH, WIDE, COLS, STAGES)
+    inverse = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + EPS)
+    if PARTS == 2:
+        acc = tl.sum(tl.reshape(acc, (ROWS, 2, 2 * HALF)), axis=1)
+    acc = acc * inverse[:, None]
+    if COEFFICIENTS:
+        res, ends = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
+        _store_coefficients(
+            res, ends, rows, live, out_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, bias_pre_ptr, bias_post_ptr, bias_res_ptr,
+            SCALE, SINK_EPS, N, NP, ITERATIONS, ROWS,
+        )  # fmt: skip
+    else:
+        p = tl.arange(0, 2 * HALF)
+        q = p - HALF
+        i, j = p // NP, p % NP
+        column = tl.where(p < HALF, 2 * N + i * N + j, tl.where(q < NP, q, q - NP + N))
+        used = tl.where(p < HALF, (i < N) & (j < N), (q < N) | ((q >= NP) & (q < NP + N)))
+        tl.store(out_ptr + rows.to(tl.int64)[:, None] * (N * (N + 2)) + column[None, :], acc, mask=live[:, None] & used[None, :])
+
+
+@triton.jit(do_not_specialize=["S"])
+def _coefficients(
+    projection_ptr,
+    out_ptr,
+    alpha_pre_ptr,
+    alpha_post_ptr,
+    alpha_res_ptr,
+    bias_pre_ptr,
+    bias_post_ptr,
+    bias_res_ptr,
+    S,
+    SCALE: tl.constexpr,
+    SINK_EPS: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < S
+    q = tl.arange(0, NP * NP)
+    i, j = q // NP, q % NP
+    base = projection_ptr + rows.to(tl.int64)[:, None] * (N * (N + 2))
+    res = tl.load(base + (2 * N + i * N + j)[None, :], mask=live[:, None] & ((i < N) & (j < N))[None, :], other=0.0)
+    ends_column = tl.where(q < NP, q, q - NP + N)
+    is_end = (q < N) | ((q >= NP) & (q < NP + N))
+    ends = tl.load(base + ends_column[None, :], mask=live[:, None] & is_end[None, :], other=0.0)
+    _store_coefficients(
+        res, ends, rows, live, out_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, bias_pre_ptr, bias_post_ptr, bias_res_ptr,
+        SCALE, SINK_EPS, N, NP, ITERATIONS, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["S"])
+def _branch_input(
+    streams_ptr,
+    pre_ptr,
+    weight_ptr,
+    ids_ptr,
+    out_ptr,
+    S,
+    stride,
+    pre_stride,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    PER_MODALITY: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    CHUNKS: tl.constexpr = (C + COLS - 1) // COLS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < S
+    row_ptr = streams_ptr + rows.to(tl.int64)[:, None] * stride
+    out_row = out_ptr + rows.to(tl.int64)[:, None] * C
+    kind = out_ptr.dtype.element_ty
+    pre = ()
+    for s in tl.static_range(N):
+        pre = pre + (tl.load(pre_ptr + rows.to(tl.int64) * pre_stride + s, mask=live, other=0.0).to(tl.float32),)
+    parts = ()
+    # Squares are summed by lane first: a reduction in every piece would keep the loads of the next one waiting.
+    squares = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        c = chunk * COLS + tl.arange(0, COLS)
+        mask = live[:, None] & (c < C)[None, :]
+        x = tl.zeros([ROWS, COLS], dtype=tl.float32)
+        for s in tl.static_range(N):
+            stream = tl.load(row_ptr + s * C + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            x += pre[s][:, None] * stream.to(tl.float32)
+        x = x.to(kind).to(tl.float32)
+        squares += x * x
+        parts = parts + (x,)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(squares, axis=1) / C + EPS)
+        if PER_MODALITY:
+            first = tl.load(ids_ptr + rows, mask=live, other=0).to(tl.int64)[:, None] * C
+        for chunk in tl.static_range(CHUNKS):
+            c = chunk * COLS + tl.arange(0, COLS)
+            mask = live[:, None] & (c < C)[None, :]
+            if PER_MODALITY:
+                scale = 1.0 + tl.load(weight_ptr + first + c[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
+            else:
+                scale = 1.0 + tl.load(weight_ptr + c, mask=c < C, other=0.0, eviction_policy="evict_last")[None, :]
+            tl.store(out_row + c[None, :], (parts[chunk] * inverse[:, None] * scale).to(kind), mask=mask)
+    else:
+        for chunk in tl.static_range(CHUNKS):
+            c = chunk * COLS + tl.arange(0, COLS)
+            tl.store(out_row + c[None, :], parts[chunk].to(kind), mask=live[:, None] & (c < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["S"])
+def _connect(
+    streams_ptr,
+    branch_ptr,
+    post_ptr,
+    res_ptr,
+    out_ptr,
+    S,
+    stride,
+    branch_stride,
+    post_stride,
+    res_stride,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    wide = rows.to(tl.int64)
+    live = rows < S
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = live[:, None] & (c < C)[None, :]
+    kind = out_ptr.dtype.element_ty
+    streams = ()
+    for s in tl.static_range(N):
+        x = tl.load(streams_ptr + wide[:, None] * stride + (s * C + c)[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        streams = streams + (x.to(tl.float32),)
+    x = tl.load(branch_ptr + wide[:, None] * branch_stride + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    branch = x.to(tl.float32)
+    for i in tl.static_range(N):
+        mixed = tl.zeros([ROWS, COLS], dtype=tl.float32)
+        for s in tl.static_range(N):
+            weight = tl.load(res_ptr + wide * res_stride + i * N + s, mask=live, other=0.0).to(tl.float32)
+            mixed += weight[:, None] * streams[s]
+        weight = tl.load(post_ptr + wide * post_stride + i, mask=live, other=0.0).to(tl.float32)
+        mixed += weight[:, None] * branch
+        tl.store(out_ptr + wide[:, None] * (N * C) + (i * C + c)[None, :], mixed.to(kind), mask=mask)
+
+
+def _padded(n: int) -> int:
+    """Side of the square of coefficients as the kernels hold it: a power of two, at least 4 so that a product has 16 columns."""
+    return max(4, triton.next_power_of_2(n))
+
+
+def fold_norm(norm_weight: Tensor, phi: Tensor, dtype: torch.dtype) -> Tensor:
+    """(1 + w) * phi per modality, [M, N * C, P]: columns res (padded to a square), pre, post; for bf16 the high and then the low parts."""
+    check_types("hyper_connection", TYPES, streams=torch.empty(0, dtype=dtype))
+    width, columns = phi.shape
+    n = math.isqrt(columns + 1) - 1
+    side = _padded(n)
+    scaled = (1.0 + norm_weight.float().view(-1, width, 1)) * phi
+    pre, post, res = scaled.split([n, n, n * n], dim=2)
+    folded = scaled.new_zeros(scaled.shape[0], width, 2, side, side)
+    folded[:, :, 0, :n, :n] = res.unflatten(2, (n, n))
+    folded[:, :, 1, 0, :n] = pre
+    folded[:, :, 1, 1, :n] = post
+    folded = folded.flatten(2)
+    if dtype == torch.float32:
+        return folded
+    high = folded.to(dtype)
+    return torch.cat([high, (folded - high.float()).to(dtype)], dim=2)
+
+
+def _rows(streams: Tensor) -> Tensor:
+    """Raises when a row of the streams is not one piece of memory."""
+    if streams.stride(2) != 1 or streams.stride(1) != streams.shape[2]:
+        raise ValueError(f"streams has strides {streams.stride()}: the channels of a row must be contiguous. Pass streams.contiguous().")
+    return streams
+
+
+def _launch_project(streams: Tensor, folded: Tensor, ids: Tensor | None, numbers: list[Tensor], iterations: int) -> Tensor:
+    """With six `numbers` (alphas, biases) the coefficients in the type of the streams, without them the fp32 projection."""
+    rows, n, channels = streams.shape
+    width = n * channels
+    out = torch.empty(rows, n * (n + 2), dtype=streams.dtype if numbers else torch.float32, device=streams.device)
+    tile = pick(PROJECT, streams.device)
+    if rows:
+        grid = (triton.cdiv(rows, tile.rows),)
+        _project[grid](
+            _rows(streams), folded, ids, out, *(numbers or [None] * 6), rows, streams.stride(0),
+            WIDTH=width, EPS=EPS, SCALE=1.0 / math.sqrt(width), SINK_EPS=SINKHORN_EPS, N=n, NP=_padded(n), ITERATIONS=iterations,
+            COEFFICIENTS=bool(numbers), PER_MODALITY=ids is not None, MODALITIES=folded.shape[0],
+            PARTS=1 if streams.dtype == torch.float32 else 2, ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+    return out
+
+
+def _fake_project(streams: Tensor, folded: Tensor, ids: Tensor | None, numbers: list[Tensor], iterations: int) -> Tensor:
+    n = streams.shape[1]
+    return streams.new_empty(streams.shape[0], n * (n + 2), dtype=streams.dtype if numbers else torch.float32)
+
+
+@opaque("hyper_project", _fake_project)
+def _run_project(streams: Tensor, folded: Tensor, ids: Tensor | None, numbers: list[Tensor], iterations: int) -> Tensor:
+    return _launch_project(streams, folded, ids, numbers, iterations)
+
+
+def _fake_coefficients(projection: Tensor, numbers: list[Tensor], width: int, iterations: int) -> Tensor:
+    return torch.empty_like(projection)
+
+
+@opaque("hyper_coefficients", _fake_coefficients)
+def _run_coefficients(projection: Tensor, numbers: list[Tensor], width: int, iterations: int) -> Tensor:
+    rows, n = projection.shape[0], numbers[3].shape[0]
+    out = torch.empty_like(projection)
+    tile = pick(COEFFICIENTS, projection.device)
+    if rows:
+        _coefficients[(triton.cdiv(rows, tile.rows),)](
+            projection, out, *numbers, rows,
+            SCALE=1.0 / math.sqrt(width), SINK_EPS=SINKHORN_EPS, N=n, NP=_padded(n), ITERATIONS=iterations, ROWS=tile.rows, num_warps=tile.warps,
+        )  # fmt: skip
+    return out
+
+
+def _fake_branch_input(streams: Tensor, pre: Tensor, weight: Tensor | None, ids: Tensor | None) -> Tensor:
+    return streams.new_empty(streams.shape[0], streams.shape[2])
+
+
+@opaque("hyper_branch_input", _fake_branch_input)
+def _run_branch_input(streams: Tensor, pre: Tensor, weight: Tensor | None, ids: Tensor | None) -> Tensor:
+    rows, n, channels = streams.shape
+    out = torch.empty(rows, channels, dtype=streams.dtype, device=streams.device)
+    tile = pick(BRANCH_INPUT, streams.device)
+    if rows:
+        _branch_input[(triton.cdiv(rows, tile.rows),)](
+            _rows(streams), pre, weight, ids, out, rows, streams.stride(0), pre.stride(0),
+            C=channels, N=n, EPS=EPS, NORM=weight is not None, PER_MODALITY=ids is not None,
+            ROWS=tile.rows, COLS=tile.cols, num_warps=tile.warps,
+        )  # fmt: skip
+    return out
+
+
+def _fake_connect(streams: Tensor, branch: Tensor, post: Tensor, res: Tensor) -> Tensor:
+    return streams.new_empty(streams.shape)
+
+
+@opaque("hyper_connect", _fake_connect)
+def _run_connect(streams: Tensor, branch: Tensor, post: Tensor, res: Tensor) -> Tensor:
+    rows, n, channels = streams.shape
+    out = torch.empty(rows, n, channels, dtype=streams.dtype, device=streams.device)
+    tile = pick(CONNECT, streams.device)
+    if rows:
+        _connect[(triton.cdiv(rows, tile.rows), triton.cdiv(channels, tile.cols))](
+            _rows(streams), branch, post, res, out, rows, streams.stride(0), branch.stride(0), post.stride(0), res.stride(0),
+            C=channels, N=n, ROWS=tile.rows, COLS=tile.cols, num_warps=tile.warps,
+        )  # fmt: skip
+    return out
+
+
+def _numbers(weights: "HyperWeights") -> list[Tensor]:
+    return [weights.alpha_pre, weights.alpha_post, weights.alpha_res, weights.bias_pre, weights.bias_post, weights.bias_res]
+
+
+def _parts(packed: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a coefficient row: pre, post, res."""
+    pre, post, res = packed.split([n, n, n * n], dim=1)
+    return pre, post, res.unflatten(1, (n, n))
+
+
+def hyper_projection(streams: Tensor, norm_weight: Tensor, phi: Tensor, segments: ModalitySegments | None) -> Tensor:
+    """Folds on the spot; `hyper_mix` takes a folded phi."""
+    check_types("hyper_projection", TYPES, streams=streams)
+    folded = fold_norm(norm_weight, phi, streams.dtype)
+    return _run_project(streams, folded, segments.ids if segments is not None else None, [], 0)
+
+
+def hyper_coefficients(projection: Tensor, weights: "HyperWeights", *, width: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The three sets in fp32."""
+    check_types("hyper_coefficients", (torch.float32,), projection=projection)
+    packed = _run_coefficients(projection.contiguous(), _numbers(weights), width, iterations)
+    return _parts(packed, weights.bias_pre.shape[0])
+
+
+def hyper_branch_input(streams: Tensor, pre: Tensor) -> Tensor:
+    """One rounding."""
+    check_types("hyper_branch_input", TYPES, streams=streams)
+    return _run_branch_input(streams, pre if pre.stride(1) == 1 else pre.contiguous(), None, None)
+
+
+def hyper_mix(
+    streams: Tensor,
+    weights: "HyperWeights",
+    norm_weight: Tensor,
+    branch_norm_weight: Tensor,
+    segments: ModalitySegments | None,
+    iterations: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Normalised branch input, and the coefficients as views of one tensor."""
+    check_types("hyper_mix", TYPES, streams=streams)
+    n, channels = streams.shape[1:]
+    folded = weights.folded if weights.folded is not None else fold_norm(norm_weight, weights.phi, streams.dtype)
+    wanted = (norm_weight.shape[0] // (n * channels), n * channels)
+    if folded.dtype != streams.dtype or tuple(folded.shape[:2]) != wanted:
+        raise ValueError(f"folded phi is {folded.dtype} {tuple(folded.shape)}, expected {streams.dtype} {wanted}: fold it for this weight.")
+    packed = _run_project(streams, folded, modality_ids(norm_weight, segments, n * channels), _numbers(weights), iterations)
+    mix = _parts(packed, n)
+    normed = _run_branch_input(streams, mix[0], branch_norm_weight, modality_ids(branch_norm_weight, segments, channels))
+    return normed, mix
+
+
+def hyper_connect(streams: Tensor, branch: Tensor, post: Tensor, res: Tensor) -> Tensor:
+    """One rounding."""
+    check_types("hyper_connect", TYPES, streams=streams, branch=branch)
+    post = post if post.stride(1) == 1 else post.contiguous()
+    res = res if res.stride(2) == 1 and res.stride(1) == res.shape[2] else res.contiguous()
+    return _run_connect(streams, branch if branch.stride(1) == 1 else branch.contiguous(), post, res)

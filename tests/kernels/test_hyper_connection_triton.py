@@ -1,0 +1,199 @@
+"""The Triton hyper-connection against reference.py, on the GPU or in the interpreter: odd sizes, every setting, poisoned outputs."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from magi2_kernels.common.choice import using
+from magi2_kernels.common.segments import ModalitySegments
+from magi2_kernels.hyper_connection import (
+    HyperCoefficients,
+    HyperWeights,
+    fold_norm,
+    hyper_branch_input,
+    hyper_coefficients,
+    hyper_connect,
+    hyper_mix,
+    hyper_projection,
+)
+
+RUNS = ((0, 5, 2), (5, 26, 0), (26, 27, 1), (27, 45, 0))
+LIMITS = {torch.float32: {"rtol": 3e-5, "atol": 3e-5}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2}}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results start as NaN: an element that a kernel does not write shows."""
+    empty = torch.empty
+
+    def filled(*args, **kwargs) -> Tensor:
+        out = empty(*args, **kwargs)
+        return out.fill_(math.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+def rand(device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
+
+
+def make_weights(device: str, n: int, channels: int, folded: Tensor | None = None) -> HyperWeights:
+    return HyperWeights(
+        phi=rand(device, n * channels, n * (n + 2), seed=1),
+        alpha_pre=rand(device, 1, seed=2),
+        alpha_post=rand(device, 1, seed=3),
+        alpha_res=rand(device, 1, seed=4),
+        bias_pre=rand(device, n, seed=5),
+        bias_post=rand(device, n, seed=6),
+        bias_res=rand(device, n, n, seed=7),
+        folded=folded,
+    )
+
+
+def segments_of(device: str, rows: int) -> ModalitySegments:
+    return ModalitySegments.build(RUNS, device=device).slice(0, rows)
+
+
+def types(device: str) -> list[torch.dtype]:
+    # The interpreter's bf16 products and stores are not those of a GPU.
+    return [torch.float32] if device == "cpu" else [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "channels"), [(45, 24), (7, 19), (1, 8)])
+@pytest.mark.parametrize("per_modality", [False, True])
+def test_hyper_projection_triton_equals_reference(triton_device: str, n: int, rows: int, channels: int, per_modality: bool) -> None:
+    segments = segments_of(triton_device, rows) if per_modality else None
+    weights = make_weights(triton_device, n, channels)
+    norm = rand(triton_device, (3 if per_modality else 1) * n * channels, seed=9)
+    for dtype in types(triton_device):
+        streams = rand(triton_device, rows, n, channels, seed=8, dtype=dtype)
+        want = hyper_projection(streams, norm, weights.phi, segments)
+        with using("triton"):
+            got = hyper_projection(streams, norm, weights.phi, segments)
+        # bf16 streams meet a phi of 16 bits.
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * math.sqrt(n * channels))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_hyper_coefficients_triton_equals_reference(triton_device: str, n: int) -> None:
+    weights = make_weights(triton_device, n, 5)
+    projection = rand(triton_device, 45, n * (n + 2), seed=3) * 30
+    want = hyper_coefficients(projection, weights, width=n * 5, iterations=20, out_dtype=torch.float32)
+    with using("triton"):
+        got = hyper_coefficients(projection, weights, width=n * 5, iterations=20, out_dtype=torch.float32)
+    for name in ("pre", "post", "res"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), **LIMITS[torch.float32])
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "channels"), [(45, 24), (7, 19)])
+@pytest.mark.parametrize("blocks", [(1, 1), (1, 3), (3, 3)])
+def test_hyper_mix_triton_equals_reference(triton_device: str, n: int, rows: int, channels: int, blocks: tuple[int, int]) -> None:
+    segments = segments_of(triton_device, rows)
+    norm, branch_norm = rand(triton_device, blocks[0] * n * channels, seed=9), rand(triton_device, blocks[1] * channels, seed=10)
+    for dtype in types(triton_device):
+        streams = rand(triton_device, rows, n, channels, seed=8, dtype=dtype)
+        plain = make_weights(triton_device, n, channels)
+        want, want_mix = hyper_mix(streams, plain, norm, branch_norm, segments)
+        with using("triton"):
+            folded = fold_norm(norm, plain.phi, dtype)
+            for weights in (plain, make_weights(triton_device, n, channels, folded)):
+                got, mix = hyper_mix(streams, weights, norm, branch_norm, segments)
+                assert got.dtype == mix.res.dtype == dtype
+                torch.testing.assert_close(got, want, **LIMITS[dtype])
+                for name in ("pre", "post", "res"):
+                    torch.testing.assert_close(getattr(mix, name), getattr(want_mix, name), **LIMITS[dtype])
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize(("rows", "channels"), [(45, 24), (7, 19)])
+def test_hyper_connect_triton_equals_reference(triton_device: str, n: int, rows: int, channels: int) -> None:
+    for dtype in types(triton_device):
+        streams = rand(triton_device, rows, n, channels, dtype=dtype)
+        branch = rand(triton_device, rows, 2 * channels, seed=1, dtype=dtype)[:, ::2]
+        mix = HyperCoefficients(*(rand(triton_device, rows, *tail, seed=2, dtype=dtype) for tail in ((n,), (n,), (n, n))))
+        want, want_in = hyper_connect(streams, branch, mix), hyper_branch_input(streams, mix.pre)
+        with using("triton"):
+            got, got_in = hyper_connect(streams, branch, mix), hyper_branch_input(streams, mix.pre)
+        # One rounding each: at most one bf16 step apart.
+        limit = LIMITS[torch.float32] if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}
+        torch.testing.assert_close(got, want, **limit)
+        torch.testing.assert_close(got_in, want_in, **limit)
+
+
+def test_hyper_ops_triton_no_rows(triton_device: str) -> None:
+    n, channels = 4, 8
+    streams = rand(triton_device, 0, n, channels)
+    weights, norm, branch_norm = make_weights(triton_device, n, channels), torch.zeros(3 * n * channels), torch.zeros(channels)
+    with using("triton"):
+        normed, mix = hyper_mix(
+            streams, weights, norm.to(triton_device), branch_norm.to(triton_device), ModalitySegments.build((), device=triton_device)
+        )
+        assert normed.shape == (0, channels) and mix.res.shape == (0, n, n)
+        assert hyper_connect(streams, normed, mix).shape == streams.shape
+
+
+def test_hyper_mix_triton_rows_do_not_depend_on_their_neighbours(triton_device: str) -> None:
+    n, channels = 4, 40
+    dtype = types(triton_device)[-1]
+    streams = rand(triton_device, 45, n, channels, dtype=dtype)
+    segments = segments_of(triton_device, 45)
+    norm, branch_norm = rand(triton_device, 3 * n * channels, seed=9), rand(triton_device, 3 * channels, seed=10)
+    weights = make_weights(triton_device, n, channels)
+    with using("triton"):
+        whole, mix = hyper_mix(streams, weights, norm, branch_norm, segments)
+        for start, stop in ((0, 6), (6, 31), (31, 45)):
+            part, part_mix = hyper_mix(streams[start:stop], weights, norm, branch_norm, segments.slice(start, stop))
+            assert torch.equal(part, whole[start:stop]) and torch.equal(part_mix.res, mix.res[start:stop])
+
+
+def test_hyper_mix_triton_absent_modality_may_hold_nan(triton_device: str) -> None:
+    n, channels = 4, 8
+    streams = rand(triton_device, 20, n, channels)
+    norm, branch_norm = rand(triton_device, 3 * n * channels, seed=9), rand(triton_device, 3 * channels, seed=10)
+    norm.view(3, -1)[1] = branch_norm.view(3, -1)[1] = math.nan
+    segments = ModalitySegments.build(((0, 9, 0), (9, 20, 2)), device=triton_device)
+    with using("triton"):
+        normed, mix = hyper_mix(streams, make_weights(triton_device, n, channels), norm, branch_norm, segments)
+    # Modality 1 lies between the two that meet in a tile; none of its weights may reach a row.
+    assert torch.isfinite(normed).all() and torch.isfinite(mix.res).all()
+
+
+def test_hyper_mix_triton_wrong_fold_is_refused(triton_device: str) -> None:
+    streams, norm = rand(triton_device, 3, 4, 8), rand(triton_device, 32)
+    weights = make_weights(triton_device, 4, 8, folded=torch.zeros(3, 32, 32, device=triton_device))
+    with using("triton"), pytest.raises(ValueError, match="folded phi"):
+        hyper_mix(streams, weights, norm, rand(triton_device, 8))
+
+
+@pytest.mark.gpu
+def test_hyper_projection_every_setting_is_right(triton_device: str) -> None:
+    """At the released width: one setting of this kernel gave wrong results with Triton 3.6, and only on the device."""
+    import triton
+
+    from magi2_kernels.common.tuning import shared_bytes
+    from magi2_kernels.hyper_connection import kernel
+
+    n, channels, rows = 4, 3072, 1000
+    streams = rand(triton_device, rows, n, channels, dtype=torch.bfloat16)
+    norm, phi = rand(triton_device, n * channels, seed=1) * 0.1, rand(triton_device, n * channels, 24, seed=2) * 0.01
+    wide = streams.double().flatten(1)
+    wide = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6)
+    want = (wide * (1 + norm.double())) @ phi.double()
+    folded = kernel.fold_norm(norm, phi, torch.bfloat16)
+    table = dict(kernel.PROJECT)
+    for name, tile in table.items():
+        if name == "interpreter" or triton.runtime.driver.active.get_current_target().arch < 90 and shared_bytes(name) > shared_bytes("default"):
+            continue
+        kernel.PROJECT.clear()
+        kernel.PROJECT["default"] = tile
+        try:
+            for _ in range(5):
+                got = kernel._run_project(streams, folded, None, [], 0)
+                assert ((got.double() - want).norm() / want.norm()).item() < 5e-5, f"setting {name} is wrong on this card"
+        finally:
+            kernel.PROJECT.clear()
+            kernel.PROJECT.update(table)
