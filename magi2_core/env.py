@@ -45,6 +45,47 @@ def worker_python() -> str:
     return os.environ.get("MAGI2_PYTHON") or sys.executable
 
 
+def own_python() -> str:
+    """Interpreter of this process."""
+    return sys.executable
+
+
+CHILD_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LOCALAPPDATA", "LD_LIBRARY_PATH")
+CHILD_PREFIXES = ("MAGI2_", "LC_", "XDG_", "OMP_", "MKL_", "NCCL_", "MCCL_", "GLOO_", "TP_", "TRITON_", "CUDA_", "MUSA_", "HF_")
+HOST_ONLY = ("CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING", "MAGI2_API_KEY")
+
+
+def child_environment(changes: dict[str, str]) -> dict[str, str]:
+    """The environment of a process of the backend: built from the variables it needs, not inherited.
+
+    PYTHONPATH and the allocator settings of the host program stay behind, and so does the key of the prompt service.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in CHILD_VARIABLES or name.startswith(CHILD_PREFIXES)) and name not in HOST_ONLY
+    }
+    return {"NCCL_NVLS_ENABLE": "0", "PYTHONUNBUFFERED": "1", **kept, **changes}
+
+
+def visible_devices() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES (or MUSA_VISIBLE_DEVICES) leaves visible, None when neither is set."""
+    for name in ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES"):
+        if name in os.environ:
+            return [part.strip() for part in os.environ[name].split(",") if part.strip()]
+    return None
+
+
+def backend_token() -> str:
+    """Token for a head that is reached over TCP from another machine (`MAGI2_TOKEN`), "" when unset."""
+    return os.environ.get("MAGI2_TOKEN", "")
+
+
+def test_faults() -> str:
+    """A file of faults to inject (`MAGI2_TEST_FAULTS`): for the tests of this pack only, never set it otherwise."""
+    return os.environ.get("MAGI2_TEST_FAULTS", "")
+
+
 def comfyui_path() -> Path | None:
     """Folder of a ComfyUI to start headless (`COMFYUI_PATH`), None when unset."""
     chosen = os.environ.get("COMFYUI_PATH")
@@ -59,6 +100,16 @@ def log_level() -> str:
 def kernel_choice() -> str:
     """Which kernels are used (`MAGI2_KERNELS`: auto, triton or reference; default auto: Triton on a supported GPU)."""
     return os.environ.get("MAGI2_KERNELS", "auto").lower()
+
+
+def attention_choice() -> str:
+    """Which library computes the preview's attention (`MAGI2_ATTENTION`: auto, fa3, mate, cudnn, flash, flex or reference; default auto)."""
+    return os.environ.get("MAGI2_ATTENTION", "auto").lower()
+
+
+def acceleration_choice() -> str:
+    """How a preview step is launched (`MAGI2_STEP`: auto, eager, compile or graph; default auto: the one measured faster)."""
+    return os.environ.get("MAGI2_STEP", "auto").lower()
 
 
 def set_deterministic_workspace() -> None:

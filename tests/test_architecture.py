@@ -29,7 +29,7 @@ BELOW = {
     "pipeline": {"kernels", "model", "parallel", "checkpoint", "sampling", "text", "vae", "audio", "media"},
     "backend": {"kernels", "model", "parallel", "checkpoint", "pipeline", "sampling", "text", "vae", "audio", "media", "packages"},
     "commands": {"kernels", "checkpoint", "pipeline", "text", "media", "backend", "host", "packages"},
-    "nodes": {"text.enhance", "text.caption", "checkpoint.catalog", "backend.client", "media"},
+    "nodes": {"text.enhance", "text.caption", "checkpoint.catalog", "backend.client", "backend.spec", "backend.files", "media"},
     "cli": {"commands", "backend"},
     "__main__": {"cli", "packages"},
     "packages": set(),
@@ -59,7 +59,8 @@ FILE_LIMITS = {"magi2_core/model/preview.py": 200, "magi2_core/sampling/denoise.
 NODE_FILE, NODE_EXECUTE = 250, 25
 
 EXEMPT: dict[str, str] = {
-    "magi2_core/model/velocity.py::__init__": "the facts of one request, each by keyword; a dataclass would only repeat them"
+    "magi2_core/model/velocity.py::__init__": "the facts of one request, each by keyword; a dataclass would only repeat them",
+    "magi2_core/pipeline/build.py::build_pipeline": "what a caller may choose, each by keyword with a default",
 }
 """`path` or `path::function` -> why a size limit does not hold there."""
 

@@ -1,0 +1,86 @@
+"""The nodes' side of the backend pool: the specification a model handle stands for, room on the GPU before the first load, release.
+
+The pool is a singleton in the core; handles are descriptions. Release (DESIGN of the pack): the host has no callback for
+/free, but /free with free_memory drops every cached output, so the last handle dies while no prompt runs; in a prompt a
+handle's death is cache eviction and means nothing.
+"""
+
+import logging
+import threading
+import weakref
+from typing import Any
+
+import comfy.model_management as host
+from server import PromptServer
+
+from magi2_core.backend.spec import BackendSpec
+from magi2_core.errors import RequestError
+
+from .wires import ModelHandle
+
+log = logging.getLogger("magi2.nodes")
+
+_handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
+
+
+def _pool() -> Any:
+    """The core's pool; imported when a node first runs, so that the list of nodes does not wait for it."""
+    from magi2_core.backend.client import pool
+
+    return pool
+
+
+def make_spec(handle: ModelHandle) -> BackendSpec:
+    """The backend specification of a handle. Raises RequestError naming the widget."""
+    settings = handle.settings
+    devices: Any = "auto"
+    if settings.devices.strip().lower() not in ("", "auto"):
+        devices = tuple(part.strip() for part in settings.devices.split(",") if part.strip())
+    if settings.mode == "attach" and not settings.address.strip():
+        raise RequestError("backend mode attach needs the address that `python -m magi2_core serve` printed. Type it into Loader Options.")
+    return BackendSpec(
+        checkpoint=str(handle.checkpoint.path),
+        devices=devices,
+        layout=settings.layout.strip() or "auto",
+        mode=settings.mode,
+        address=settings.address.strip(),
+        text_encoder=settings.text_encoder,
+        vae=settings.vae,
+        idle_minutes=settings.idle_minutes,
+    )
+
+
+def get_client(handle: ModelHandle) -> Any:
+    """The running backend of a handle, started when there is none."""
+    return _pool().get(make_spec(handle))
+
+
+def make_room(handle: ModelHandle) -> None:
+    """Asks the host's own models out of VRAM before the fleet loads; on the node's thread, as the host expects."""
+    if not _pool().is_warm(make_spec(handle)):
+        host.unload_all_models()
+        host.soft_empty_cache()
+
+
+def watch(handle: ModelHandle) -> None:
+    """Releases the fleet when the last handle goes while no prompt runs."""
+    _handles.add(handle)
+    weakref.finalize(handle, _handle_gone).atexit = False
+
+
+def _handle_gone() -> None:
+    server = getattr(PromptServer, "instance", None)
+    if len(_handles) or server is None or server.prompt_queue.currently_running:
+        return
+    log.info("ComfyUI freed its memory: the MAGI-2 processes are released.")
+    threading.Thread(target=release_all, name="magi2-release", daemon=True).start()
+
+
+def release_all() -> int:
+    """Releases every fleet of this process; returns how many there were."""
+    return _pool().release_all()
+
+
+def statuses() -> list[dict[str, Any]]:
+    """The state of every fleet of this process."""
+    return _pool().statuses()

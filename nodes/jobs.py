@@ -1,0 +1,136 @@
+"""The one loop in which every node waits for the backend: events out, interrupt in, on the node's own thread.
+
+Facts (measured): the host's interrupt flag is used up by whoever asks first, a progress bar's update asks too, and a node
+that does not ask loses the interrupt; so only this thread asks, it asks at least ten times a second, and the job is
+cancelled before the host's exception is raised. What a cut sampling had reached is kept as a latent file.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import comfy.model_management as host
+
+from magi2_core.errors import BackendDiedError, Interrupted, Magi2Error
+from magi2_core.request import Latents, save_latents
+
+from . import fleet, folders
+from .feedback import Feedback
+from .previews import Previewer, wanted
+from .wires import ModelHandle
+
+log = logging.getLogger("magi2.nodes")
+Result = TypeVar("Result")
+
+POLL_SECONDS = 0.1
+CANCEL_SECONDS = 10.0
+"""How long a cancelled job may take to say so; the node then ends anyway, the backend finishes its step alone."""
+
+
+def run_job(model: ModelHandle, request: Any, feedback: Feedback) -> Any:
+    """Sends `request` to the model's backend and returns its result. Raises the backend's error, or the host's interrupt."""
+    request.validate()
+    fleet.make_room(model)
+    feedback.say("starting the MAGI-2 processes")
+    client = wait_for(lambda: fleet.get_client(model))
+    job = client.submit(request)
+    finished = False
+    try:
+        while True:
+            event = job.next_event(POLL_SECONDS)
+            if host.processing_interrupted():
+                host.throw_exception_if_processing_interrupted()
+            if event is None:
+                continue
+            if event.kind == "progress":
+                feedback.show(event.value)
+            elif event.kind == "partial":
+                _keep_partial(event.value)
+            elif event.kind == "done":
+                finished = True
+                feedback.finish()
+                return event.value
+            else:
+                finished = True
+                raise event.value if isinstance(event.value, Magi2Error) else BackendDiedError(str(event.value))
+    finally:
+        if not finished:
+            _cancel(job)
+
+
+def prepare_previews(model: ModelHandle) -> Previewer | None:
+    """The preview maker of the model's checkpoint, fitted; None when the host's preview setting is "none"."""
+    if not wanted():
+        return None
+    previewer = Previewer(Path(model.checkpoint.path))
+    previewer.prepare(lambda request: run_job(model, request, Feedback()))
+    return previewer
+
+
+def _cancel(job: Any) -> None:
+    """Cancels and waits, bounded, until the backend says so; the state of a cut sampling arrives on the way."""
+    try:
+        job.cancel()
+        until = time.monotonic() + CANCEL_SECONDS
+        while time.monotonic() < until:
+            event = job.next_event(POLL_SECONDS)
+            if event is None:
+                continue
+            if event.kind == "partial":
+                _keep_partial(event.value)
+            if event.kind in ("done", "error"):
+                return
+    except Magi2Error as error:
+        log.warning("a job could not be cancelled: %s", error)
+
+
+def _keep_partial(latents: Any) -> None:
+    """Writes the state of a cut sampling to the output folder; the file is what Load Latent and `resume` take."""
+    if not isinstance(latents, Latents) or latents.solver is None:
+        return
+    try:
+        path, _ = folders.next_output(f"magi2/cut_seed{latents.seed}_step{latents.solver.step}", folders.LATENT_SUFFIX)
+        save_latents(latents, path)
+        log.info("kept the state of the stopped sampling in %s; Load Latent and Sampling Options go on with it.", path)
+    except (Magi2Error, OSError, Exception) as error:
+        log.warning("the state of the stopped sampling could not be kept: %s", error)
+
+
+def wait_for(call: Callable[[], Result]) -> Result:
+    """Runs a blocking `call` beside the node and returns what it returns, or raises what it raises; the interrupt is asked meanwhile.
+
+    An interrupted call goes on alone: it holds nothing of the host.
+    """
+    answers: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+
+    def work() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=work, name="magi2-wait", daemon=True).start()
+    while True:
+        try:
+            value, error = answers.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            host.throw_exception_if_processing_interrupted()
+            continue
+        if error is not None:
+            raise error
+        return value
+
+
+def stop_requested() -> bool:
+    """For work in this process (muxing): True when the host wants the node to stop; the flag stays set."""
+    return host.processing_interrupted()
+
+
+def raise_interrupt(error: Interrupted) -> None:
+    """Turns the pack's own stop, made by `stop_requested`, into the host's."""
+    host.throw_exception_if_processing_interrupted()
+    raise error

@@ -1,0 +1,90 @@
+"""Video files for the nodes: where they lie, the request that lets the workers write one, and muxing in this process."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from magi2_core.backend.files import DecodeToFileRequest
+from magi2_core.errors import Interrupted, RequestError
+from magi2_core.media.frames import to_uint8
+from magi2_core.media.metadata import build_metadata
+from magi2_core.media.mux import CRF, replace_audio, write_video
+from magi2_core.request import DecodeRequest, Progress
+
+from . import folders
+from .feedback import Feedback
+from .jobs import raise_interrupt, stop_requested
+
+CHUNK = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuxInputs:
+    """What Audio Mux got: AUDIO, and IMAGE with fps or VIDEO."""
+
+    audio: dict[str, Any]
+    images: Tensor | None
+    fps: float
+    video: Any
+
+    def validate(self) -> None:
+        """Raises RequestError naming the input that is missing, too many or of a wrong shape."""
+        if (self.images is None) == (self.video is None):
+            raise RequestError("Audio Mux: wire either images (with fps) or a video, not both and not neither.")
+        if self.images is not None and not self.fps > 0:
+            raise RequestError("Audio Mux: fps is 0. Wire the fps output of MAGI-2 VAE Decode, or type the frame rate of the images.")
+        waveform = self.audio.get("waveform") if isinstance(self.audio, dict) else None
+        if not isinstance(waveform, Tensor) or waveform.ndim != 3 or not isinstance(self.audio.get("sample_rate"), int):
+            raise RequestError("Audio Mux: audio must be a ComfyUI AUDIO with a waveform [1, channels, samples] and a sample rate.")
+        if waveform.shape[0] != 1:
+            raise RequestError(f"Audio Mux: audio is a batch of {waveform.shape[0]} clips. Pick one of them first.")
+
+
+def clip_path(name: str) -> Path:
+    """A new name for a clip in the host's temporary folder."""
+    return folders.temporary_file(f"magi2_{name}_{secrets.token_hex(4)}.mp4")
+
+
+def file_request(decode: DecodeRequest, path: Path) -> DecodeToFileRequest:
+    """Decoding that ends in the file `path`, written by the workers with the facts of the clip inside."""
+    return DecodeToFileRequest(decode=decode, path=str(path), metadata=build_metadata(decode.latents, {"decoder": decode.decoder}), crf=CRF)
+
+
+def mux(inputs: MuxInputs, feedback: Feedback) -> Path:
+    """Writes the video and returns its path. Raises the host's interrupt when it wants a stop."""
+    inputs.validate()
+    waveform, rate = inputs.audio["waveform"][0], inputs.audio["sample_rate"]
+    path = clip_path("mux")
+    feedback.say("writing the video")
+    try:
+        if inputs.images is not None:
+            pictures = _chunks(inputs.images, feedback)
+            write_video(path, pictures, inputs.fps, waveform, sample_rate=rate, should_stop=stop_requested)
+        else:
+            replace_audio(_source(inputs.video, path), waveform, sample_rate=rate, output=path)
+    except Interrupted as error:
+        raise_interrupt(error)
+    feedback.finish()
+    return path
+
+
+def _chunks(images: Tensor, feedback: Feedback) -> Iterator[Tensor]:
+    total = images.shape[0]
+    for start in range(0, total, CHUNK):
+        yield to_uint8(images[start : start + CHUNK])
+        done = min(start + CHUNK, total)
+        feedback.show(Progress(stage="writing", step=done, total=total))
+
+
+def _source(video: Any, path: Path) -> Path:
+    """The file of a VIDEO; one that has none, or is no mp4, is written to a temporary file first."""
+    stream = video.get_stream_source() if hasattr(video, "get_stream_source") else None
+    if isinstance(stream, str) and Path(stream).suffix.lower() in (".mp4", ".m4v", ".mov"):
+        return Path(stream)
+    source = path.with_name(f"{path.stem}_source.mp4")
+    video.save_to(str(source))
+    return source
