@@ -76,14 +76,15 @@ def test_nano_i2va_starts_from_the_picture(nano_folder: Path, tmp_path: Path) ->
 
 
 def test_nano_same_seed_same_file(tmp_path: Path) -> None:
-    prompt = CI_CLIPS[0][0]
-    hashes = []
+    hashes, files = [], []
     for name, seed in (("one", "5"), ("two", "5"), ("three", "6")):
-        make_clip(prompt, tmp_path / f"{name}.mp4", "--steps", "2", "--seed", seed)
+        output = tmp_path / f"{name}.mp4"
+        arguments = ["--device", "cpu", "--size", "64x32", "--steps", "2", "--seed", seed, "--output", str(output)]
+        assert cli.main(["generate", "--prompt", CI_CLIPS[0][0], *arguments]) == 0
         hashes.append(load_latents(tmp_path / f"{name}.latents.safetensors").sha256())
+        files.append(output.read_bytes())
     assert hashes[0] == hashes[1] != hashes[2]
-    frames = [read_video(tmp_path / f"{name}.mp4").frames for name in ("one", "two", "three")]
-    assert frames[0].equal(frames[1]) and not frames[0].equal(frames[2])
+    assert files[0] == files[1] != files[2]
 
 
 @pytest.mark.slow
