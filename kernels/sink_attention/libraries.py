@@ -5,6 +5,7 @@ Legend: S rows, H heads, Dh head width. Every function: q, k, v [S, H, Dh] (v ma
 """
 
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -66,7 +67,7 @@ def _varlen(module: str, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, ends: Sequ
 
 
 def _bounds(ends: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def _each(one: One, q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
@@ -120,6 +121,12 @@ def _flex_function(compiled: bool) -> Any:
 
 
 def _flex_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention import flex_attention as module
+
     function = _flex_function(q.device.type != "cpu")
-    out, lse = function(_heads_first(q), _heads_first(k), _heads_first(v), scale=scale, return_lse=True)
+    heads = (_heads_first(q), _heads_first(k), _heads_first(v))
+    if hasattr(module, "AuxRequest"):
+        out, found = function(*heads, scale=scale, return_aux=module.AuxRequest(lse=True))
+        return out[0].transpose(0, 1), found.lse[0]
+    out, lse = function(*heads, scale=scale, return_lse=True)  # torch before 2.9
     return out[0].transpose(0, 1), lse[0]

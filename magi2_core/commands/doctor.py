@@ -154,9 +154,25 @@ def _describe_kernels(findings: Findings, chosen: "torch.device") -> None:
         return
     written = [op for op in OPS if importlib.util.find_spec(f"magi2_kernels.{op}.kernel") is not None]
     findings.line(f"  kernels: {kernels} (MAGI2_KERNELS: {env.kernel_choice()}); with a Triton kernel: {', '.join(written) or 'none'}")
-    for op, where in (("sink_attention", "preview"), ("block_attention", "refiner")):
-        is_triton = kernels == "triton" and op in written
-        findings.line(f"  attention of the {where}: {op}, {'Triton' if is_triton else 'plain PyTorch'}")
+    _describe_attention(findings, chosen, kernels)
+    is_triton = kernels == "triton" and "block_attention" in written
+    findings.line(f"  attention of the refiner: block_attention, {'Triton' if is_triton else 'plain PyTorch'}")
+
+
+def _describe_attention(findings: Findings, chosen: "torch.device", kernels: str) -> None:
+    """The provider of the preview's attention with the reason, and why the others are not used."""
+    from magi2_core.config import PreviewConfig
+    from magi2_core.pipeline.accelerate import Target, choose_attention, choose_step
+
+    target = Target(device=chosen, dtype=device.default_dtype(chosen), head_dim=PreviewConfig.head_dim)
+    try:
+        found = choose_attention("auto", target, kernels)
+        step = choose_step("auto", chosen)
+    except Magi2Error as error:
+        findings.fail("attention of the preview", str(error))
+        return
+    findings.line(f"  attention of the preview: {found.name} (MAGI2_ATTENTION: {env.attention_choice()}; {found.reason})")
+    findings.line(f"  launch of a preview step: {step} (MAGI2_STEP: {env.acceleration_choice()})")
 
 
 def _check_checkpoints(findings: Findings, options: argparse.Namespace) -> None:

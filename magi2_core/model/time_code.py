@@ -3,6 +3,7 @@
 There are no learned time weights. Cosines come before sines (the rotary table has it the other way round).
 """
 
+import ctypes
 import math
 
 import torch
@@ -31,4 +32,6 @@ def time_code(tau: Tensor, channels: int) -> Tensor:
 
 def timestep_code(timestep: int, channels: int, device: torch.device | str = "cpu") -> Tensor:
     """fp32 [channels] for an integer timestep 0..1000; 0 gives ones, then zeros."""
-    return time_code(torch.tensor(float(timestep), dtype=torch.float32, device=device) / TIMESTEPS, channels)
+    # The quotient is made on the host: a device divides by a constant with its reciprocal, and a copy of it would wait for the device.
+    tau = ctypes.c_float(timestep / TIMESTEPS).value
+    return time_code(torch.full((), tau, dtype=torch.float32, device=device), channels)

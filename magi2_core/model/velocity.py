@@ -4,6 +4,7 @@ Everything that stays the same over the steps of a request is done once here: la
 text, special and image tokens (time never reaches those, spec preview.md 3.3).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,8 @@ class Velocities:
 
 
 class PreviewVelocity:
-    """One request's velocity function."""
+    """One request's velocity function. `forward` is the model, or the same function launched another way. Nothing in a call waits for
+    the device."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class PreviewVelocity:
         if branches not in BRANCHES:
             raise RequestError(f"branches {branches!r}: use one of {', '.join(BRANCHES)}.")
         self.model, self.names = model, BRANCHES[branches]
+        self.forward: Callable[[PackedInputs], Tensor] = model
         images = image_grids(special, ref_latents)
         self.latent_shape, self.audio_latents = latent_shape, audio_latents
         all_branches = {
@@ -123,7 +126,7 @@ class PreviewVelocity:
             audio: fp32 [1, A, 64].
             timestep: integer, 0..1000 (the truncated one of the schedule).
         """
-        out = self.model(self.inputs(video, audio, timestep))
+        out = self.forward(self.inputs(video, audio, timestep))
         found = dict(zip(self.names, unpack(self.sequence, out, audio_channels=audio.shape[2]), strict=True))
         nothing = (None, None)
         (video_cond, audio_cond), (video_uncond, audio_uncond) = found.get("cond", nothing), found.get("uncond", nothing)

@@ -1,0 +1,171 @@
+"""How a preview step reaches the device: which attention library, and whether its kernels are launched one by one, as compiled regions,
+or as one captured graph. Chosen when a pipeline is built, never switched by itself; a compile or capture that fails says so once and
+the request goes on with plain launches. Measurements: tests/bench/results/SUMMARY.md.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi2_core import device as devices
+from magi2_core import env
+from magi2_core.errors import DependencyError, RequestError
+from magi2_core.model.packing import PackedInputs, TokenPiece
+from magi2_core.model.preview import PreviewTransformer
+from magi2_core.parallel.groups import Groups
+from magi2_kernels.sink_attention.providers import Resolved, Target, resolve
+
+log = logging.getLogger(__name__)
+
+Forward = Callable[[PackedInputs], Tensor]
+"""One evaluation of the preview transformer."""
+
+STEPS = ("eager", "compile", "graph")
+WHOLE_GRAPH_TOKENS = 8192
+"""Packed tokens up to which `auto` captures: beyond, the kernels outlast their launches and a graph only costs memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """`attention`: provider of the preview's attention and why; `step`: eager, compile, graph or auto; `groups` of this rank."""
+
+    attention: Resolved
+    step: str
+    groups: Groups = field(default_factory=Groups.local)
+
+
+def choose_launch(attention: str, step: str, target: Target, kernels: str, groups: Groups) -> Launch:
+    """Both choices for a pipeline, as one log line. Raises RequestError, DependencyError."""
+    launch = Launch(attention=choose_attention(attention, target, kernels), step=choose_step(step, target.device), groups=groups)
+    log.info("kernels %s, attention %s (%s), step %s", kernels, launch.attention.name, launch.attention.reason, launch.step)
+    return launch
+
+
+def choose_attention(name: str, target: Target, kernels: str) -> Resolved:
+    """The provider for `auto` (or MAGI2_ATTENTION) or a name; plain kernels take the reference unless another is asked for.
+
+    Raises RequestError on an unknown name, DependencyError when the one asked for cannot be used, with what to install.
+    """
+    name = env.attention_choice() if name == "auto" else name
+    if name == "auto" and kernels == "reference":
+        return Resolved(name="reference", reason="kernels reference")
+    try:
+        return resolve(name, target)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    except RuntimeError as error:
+        raise DependencyError(str(error)) from None
+
+
+def choose_step(name: str, device: torch.device) -> str:
+    """The way for `auto` (or MAGI2_STEP) or a name; on a CPU always eager. Raises RequestError."""
+    name = env.acceleration_choice() if name == "auto" else name
+    if name not in ("auto", *STEPS):
+        raise RequestError(f"step {name!r}: use auto, {', '.join(STEPS)}.")
+    if device.type == "cpu":
+        if name in ("compile", "graph"):
+            raise RequestError(f"step {name!r} needs an accelerator: use eager or auto on a CPU.")
+        return "eager"
+    return name
+
+
+def forward_of(model: PreviewTransformer, step: str, kernels: str) -> Forward:
+    """The model's forward for one request, launched the chosen way.
+
+    Args:
+        model: loaded, on its device; it must stay there while the result is used.
+        step: of `choose_step`.
+        kernels: plain kernels wait for the device inside a step, so they are neither captured nor compiled.
+    """
+    if step == "eager" or kernels != "triton":
+        return model
+    if step == "compile":
+        return CompiledForward(model)
+    return GraphForward(model, WHOLE_GRAPH_TOKENS if step == "auto" else None)
+
+
+class CompiledForward:
+    """Every layer is a region; layers of one kind share one compiled graph, and sizes are symbolic, so another prompt length needs no new one."""
+
+    def __init__(self, model: PreviewTransformer) -> None:
+        self.model, self._failed = model, False
+        for layer in model.block.layers:
+            if layer._compiled_call_impl is None:
+                layer.compile(dynamic=True)
+
+    def __call__(self, inputs: PackedInputs) -> Tensor:
+        """Runs the compiled layers; after a failure to compile, the plain ones."""
+        if not self._failed:
+            try:
+                return self.model(inputs)
+            except Exception as error:
+                if devices.is_out_of_memory(error):
+                    raise
+                self._failed = True
+                log.warning("compiling the layers failed, going on without: %s", _first_line(error))
+                for layer in self.model.block.layers:
+                    layer._compiled_call_impl = None
+        return self.model(inputs)
+
+
+class GraphForward:
+    """One graph for one request: the first step runs plainly (kernels are built and loaded then), the second is captured and replayed
+    from then on. Captured memory goes back when this object does. Not for a model whose seams talk to other ranks.
+    """
+
+    def __init__(self, model: PreviewTransformer, most_tokens: int | None = None) -> None:
+        self.model, self.most_tokens = model, most_tokens
+        self._steps = 0
+        self._graph: Any = None
+        self._inputs: PackedInputs | None = None
+        self._out: Tensor | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed."""
+        return self._graph is not None
+
+    def __call__(self, inputs: PackedInputs) -> Tensor:
+        """The velocities of `inputs`, whose layout and constant rows are those of the first call."""
+        self._steps += 1
+        if self._steps == 2 and (self.most_tokens is None or inputs.total <= self.most_tokens):
+            self._capture(inputs)
+        if self._graph is None:
+            return self.model(inputs)
+        assert self._inputs is not None and self._out is not None
+        for kept, piece in zip(self._inputs.pieces, inputs.pieces, strict=True):
+            for mine, given in ((kept.features, piece.features), (kept.code, piece.code)):
+                if mine is not None and given is not None:
+                    mine.copy_(given)
+        self._graph.replay()
+        return self._out.clone()
+
+    def _capture(self, inputs: PackedInputs) -> None:
+        module = devices.accelerator_module()
+        kept = replace(inputs, pieces=tuple(_own(piece) for piece in inputs.pieces))
+        devices.empty_cache(self.model.device)
+        graph = module.CUDAGraph()
+        try:
+            with module.graph(graph):
+                out = self.model(kept)
+        except Exception as error:
+            devices.synchronize(self.model.device)
+            log.warning("capturing a step failed, going on without: %s", _first_line(error))
+            return
+        self._graph, self._inputs, self._out = graph, kept, out
+
+
+def _own(piece: TokenPiece) -> TokenPiece:
+    """A piece whose changing tensors are its own; constant rows are shared."""
+    if piece.features is None:
+        return piece
+    return replace(piece, features=piece.features.clone(), code=None if piece.code is None else piece.code.clone())
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

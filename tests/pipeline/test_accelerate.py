@@ -1,0 +1,216 @@
+"""How a step is launched: the choice with its errors, nothing that waits for the device in a call, and (on a GPU) capture and compile."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magi2_core.device import accelerator_module
+from magi2_core.errors import DependencyError, RequestError
+from magi2_core.model.velocity import PreviewVelocity
+from magi2_core.parallel.groups import Groups
+from magi2_core.pipeline import accelerate
+from magi2_core.pipeline.accelerate import GraphForward, Target, choose_attention, choose_launch, choose_step
+from magi2_core.pipeline.build import build_pipeline
+from magi2_core.shapes import LatentShape
+from magi2_kernels.common import choice
+from magi2_kernels.sink_attention import providers
+
+CPU = torch.device("cpu")
+
+
+def velocity_of(model, text: int = 5, negative: int = 3) -> PreviewVelocity:
+    width = model.config.text_in_channels
+    generator = torch.Generator().manual_seed(text)
+    features = [torch.randn(1, count, width, generator=generator).to(model.device, torch.bfloat16) for count in (text, negative)]
+    shape = LatentShape(frames=2, height=4, width=6, channels=model.config.video_in_channels)
+    return PreviewVelocity(model, latent_shape=shape, audio_latents=9, text=features[0], negative=features[1])
+
+
+def latents_of(velocity: PreviewVelocity, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    audio = torch.randn(1, velocity.audio_latents, velocity.model.config.audio_in_channels, generator=generator)
+    return torch.randn(velocity.latent_shape.size, generator=generator).to(velocity.model.device), audio.to(velocity.model.device)
+
+
+def test_choose_attention_errors_say_what_to_do() -> None:
+    target = Target(device=CPU, dtype=torch.bfloat16, head_dim=128)
+    with pytest.raises(DependencyError, match="attention 'fa3' cannot be used here: it needs a Hopper card"):
+        choose_attention("fa3", target, "triton")
+    with pytest.raises(RequestError, match="attention 'xformers' is unknown. Use auto, fa3"):
+        choose_attention("xformers", target, "triton")
+    assert choose_attention("auto", target, "reference").reason == "kernels reference"
+
+
+def test_choose_attention_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAGI2_ATTENTION", "flash")
+    target = Target(device=CPU, dtype=torch.float32, head_dim=16)
+    assert choose_attention("auto", target, "reference").name == "flash"
+    assert choose_attention("reference", target, "reference").name == "reference"
+
+
+def test_choose_step_on_a_cpu() -> None:
+    assert choose_step("auto", CPU) == "eager"
+    for name, says in (("graph", "needs an accelerator"), ("fast", "use auto, eager, compile, graph")):
+        with pytest.raises(RequestError, match=says):
+            choose_step(name, CPU)
+
+
+def test_pipeline_uses_the_attention_asked_for(nano_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build_pipeline(nano_folder, device="cpu", attention="flash")
+    assert made.machine()["attention"] == "flash"
+    seen = []
+    made._run("encode", None, None, lambda hooks: seen.append(providers.chosen()))
+    assert seen == ["flash"] and providers.chosen() != "flash"
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the ops that bring a number to the host, which waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.bincount.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_velocity_reads_nothing_back(nano_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = build_pipeline(nano_folder, device="cpu")
+    with pipeline.use("preview") as model:
+        velocity = velocity_of(model)
+        video, audio = latents_of(velocity)
+        # The routed experts' plain implementation reads the offsets; everything around them must not.
+        for layer in model.block.layers:
+            if hasattr(layer.mlp, "moe_mlp"):
+                monkeypatch.setattr(layer.mlp.moe_mlp, "forward", lambda x: x)
+        with HostReads() as mode:
+            velocity(video, audio, 700)
+        assert not mode.found
+        with HostReads() as mode:
+            video.mean().item()
+        assert mode.found
+
+
+def test_graph_forward_replays_from_the_second_step(nano_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bookkeeping on the CPU, with a stand-in for the graph that runs the captured call again on its own buffers."""
+
+    class Graph:
+        def replay(self) -> None:
+            forward._out.copy_(model(forward._inputs))
+
+    class Module:
+        CUDAGraph = Graph
+
+        @staticmethod
+        def graph(graph):
+            return torch.no_grad()
+
+    monkeypatch.setattr(accelerate.devices, "accelerator_module", lambda: Module)
+    with build_pipeline(nano_folder, device="cpu").use("preview") as model:
+        forward = GraphForward(model)
+        plain, replayed = velocity_of(model), velocity_of(model)
+        replayed.forward = forward
+        kept = []
+        for step, timestep in enumerate((999, 700, 20)):
+            latents = latents_of(plain, step)
+            want, got = plain(*latents, timestep), replayed(*latents, timestep)
+            assert torch.equal(want.video_cond, got.video_cond) and torch.equal(want.audio_uncond, got.audio_uncond)
+            assert forward.captured == (step > 0)
+            kept.append((want, got))
+        assert all(torch.equal(want.video_cond, got.video_cond) for want, got in kept), "an earlier step's result was overwritten"
+        assert not GraphForward(model, most_tokens=1).captured
+
+
+def test_graph_forward_failure_is_one_line_and_the_plain_path(
+    nano_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Module:
+        CUDAGraph = object
+
+        @staticmethod
+        def graph(graph):
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(accelerate.devices, "accelerator_module", lambda: Module)
+    with build_pipeline(nano_folder, device="cpu").use("preview") as model, caplog.at_level(logging.WARNING):
+        velocity = velocity_of(model)
+        velocity.forward = GraphForward(model)
+        for timestep in (999, 500, 1):
+            assert torch.isfinite(velocity(*latents_of(velocity), timestep).video_cond).all()
+    assert [record.getMessage() for record in caplog.records] == [
+        "capturing a step failed, going on without: RuntimeError: operation not permitted"
+    ]
+
+
+def test_compiled_forward_failure_is_one_line_and_the_plain_path(
+    nano_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self, *args, **kwargs) -> None:
+        self._compiled_call_impl = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no compiler\nlong trace"))
+
+    monkeypatch.setattr(torch.nn.Module, "compile", broken)
+    with build_pipeline(nano_folder, device="cpu").use("preview") as model, caplog.at_level(logging.WARNING):
+        velocity = velocity_of(model)
+        want = velocity(*latents_of(velocity), 300)
+        velocity.forward = accelerate.CompiledForward(model)
+        for _ in range(2):
+            assert torch.equal(velocity(*latents_of(velocity), 300).video_cond, want.video_cond)
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling the layers failed, going on without: RuntimeError: no compiler"
+    ]
+
+
+needs_gpu = pytest.mark.skipif(accelerator_module() is None, reason="no accelerator")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("step", ["eager", "graph", "compile"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_step_never_waits_for_the_device(nano_folder: Path, step: str, dtype: str) -> None:
+    pipeline = build_pipeline(nano_folder, dtype=dtype, kernels="triton", step=step)
+    with choice.using("triton"), providers.using(pipeline.launch.attention.name), pipeline.use("preview") as model:
+        plain, other = velocity_of(model), velocity_of(model)
+        other.forward = pipeline.forward_of(model)
+        for timestep in (999, 998):
+            other(*latents_of(other), timestep)
+        latents = latents_of(other, 1)
+        want = plain(*latents, 500)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = other(*latents, 500)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        error = ((got.video_cond - want.video_cond).norm() / want.video_cond.norm()).item()
+        assert error < (2e-2 if dtype == "bfloat16" else 1e-4)
+        if step == "graph":
+            assert other.forward.captured
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_compiled_layers_serve_another_prompt_length(nano_folder: Path) -> None:
+    pipeline = build_pipeline(nano_folder, dtype="bfloat16", kernels="triton", step="compile")
+    with choice.using("triton"), providers.using(pipeline.launch.attention.name), pipeline.use("preview") as model:
+        for text in (5, 8):
+            velocity = velocity_of(model, text)
+            velocity.forward = pipeline.forward_of(model)
+            velocity(*latents_of(velocity), 10)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for text in (11, 40):
+                velocity = velocity_of(model, text)
+                velocity.forward = pipeline.forward_of(model)
+                velocity(*latents_of(velocity), 10)
+
+
+def test_choose_launch_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        launch = choose_launch("auto", "auto", Target(device=CPU, dtype=torch.float32, head_dim=16), "reference", Groups.local())
+    assert launch.step == "eager"
+    assert [record.getMessage() for record in caplog.records] == ["kernels reference, attention reference (kernels reference), step eager"]
