@@ -135,6 +135,14 @@ def load_refiner(
     )
 
 
+def follow_load(name: str, root: Path, should_stop: StopCheck) -> None:
+    """What a rank that keeps nothing of a component does while others load it: asks, as they do, before each file whether to stop."""
+    files = read_component(name, _require(name, root)).files
+    for number in range(1, len(files) + 1):
+        if should_stop():
+            raise Interrupted(f"loading of {name} was cancelled at shard {number} of {len(files)}.")
+
+
 def load_vae(
     root: Path,
     *,

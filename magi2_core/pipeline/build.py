@@ -1,7 +1,8 @@
 """A checkpoint folder becomes a Pipeline: four stages over components that load when first used.
 
 What a request needs is checked before anything loads (`require`): files, headers, names, shapes and dtypes, no weights. Where each
-component lives comes from `placement`. One process here; a parallel run fills the model's seams after loading.
+component lives comes from `placement`. On one rank of several the same pipeline runs in lockstep with the others: the groups fill the
+models' seams after loading, and encoders and sequential decoders are loaded on the first rank only.
 """
 
 import importlib.util
@@ -9,6 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,17 +20,24 @@ from magi2_core import device as devices
 from magi2_core import env
 from magi2_core.checkpoint import catalog, components
 from magi2_core.checkpoint.manifest import checkpoint_hash
-from magi2_core.config import GenerationDefaults
+from magi2_core.checkpoint.slices import is_expert_tensor
+from magi2_core.config import GenerationDefaults, PreviewConfig
 from magi2_core.errors import CheckpointError, DependencyError, RequestError
+from magi2_core.parallel.apply import absent_refiner, apply_parallel
+from magi2_core.parallel.collectives import check_same
+from magi2_core.parallel.groups import Groups
+from magi2_core.parallel.lockstep import Alone, Lockstep
 from magi2_core.request import Clip, Conditioning, DecodeRequest, EncodeRequest, Latents, RefineRequest, SampleRequest
 from magi2_core.shapes import VideoShape
 from magi2_kernels.common import choice
+from magi2_kernels.sink_attention import providers
+from magi2_kernels.sink_attention.providers import Target
 
-from . import stages
+from . import accelerate, stages
 from .guards import deterministic, memory_guard
 from .hooks import StageHooks
 from .placement import Footprint, plan_placement, preview_tokens, preview_working_bytes, refiner_working_bytes, what_would_fit
-from .records import machine_settings
+from .records import machine_settings, request_hash
 from .residence import Residence
 
 Result = TypeVar("Result")
@@ -41,6 +50,9 @@ TEXT_CACHE_ENTRIES = 16
 TYPICAL_TEXT, TYPICAL_NEGATIVE = 2000, 500
 DECODE_WORKING = {"turbo": 20 << 30, "vae": 8 << 30, "audio": 1 << 30, "text_encoder": 4 << 30}
 """Working memory of the other stages at 1080p, upper estimates of spec components.md 9; scaled down with the checkpoint's canvas."""
+
+FIRST_RANK_ONLY = ("text_encoder", "vae", "audio")
+"""Components that one rank uses for all."""
 
 REFINED_TOKENS = 8.96
 """Video tokens of the refiner at 1080p for one of the preview at 540p: 514,080 / 57,344."""
@@ -70,10 +82,12 @@ class Pipeline:
         dtype: torch.dtype,
         kernels: str,
         hooks: StageHooks,
+        launch: accelerate.Launch,
         placement: Mapping[str, str] | None = None,
     ) -> None:
         self.checkpoint = Path(checkpoint)
-        self.device, self.dtype, self.kernels, self.hooks = device, dtype, kernels, hooks
+        self.device, self.dtype, self.kernels, self.hooks, self.launch = device, dtype, kernels, hooks, launch
+        self.groups = launch.groups
         self.defaults = GenerationDefaults.from_folder(self.checkpoint)
         self.checkpoint_hash = checkpoint_hash(self.checkpoint)
         self.text_cache: MutableMapping[str, stages.EncodedText] = TextCache()
@@ -81,6 +95,9 @@ class Pipeline:
         self._checked: dict[str, int] = {}
         self._plan: dict[str, str] | None = None
         self._residences: dict[str, Residence] = {}
+        self.bytes_read: dict[str, int] = {}
+        """Component -> bytes that this rank has read of its files."""
+        self._lockstep = Lockstep(self.groups, hooks.should_stop)
         self._running = hooks
 
     def require(self, names: Iterable[str], *, image: bool = False, decoder: str = "turbo", video: bool = True, audio: bool = True) -> None:
@@ -97,25 +114,25 @@ class Pipeline:
         """Prompt (and picture) to conditioning. Raises RequestError on a prompt of more tokens than the encoder takes."""
         request.validate()
         self.require(("encode",))
-        return self._run("encode", hooks, False, lambda active: stages.encode(self, request, active))
+        return self._run("encode", request, hooks, lambda active: stages.encode(self, request, active))
 
     def sample(self, request: SampleRequest, hooks: StageHooks | None = None) -> Latents:
         """Conditioning to preview latents."""
         request.validate()
         self.require(("preview",), image=request.conditioning.image is not None)
-        return self._run("preview", hooks, request.deterministic, lambda active: stages.sample(self, request, active))
+        return self._run("preview", request, hooks, lambda active: stages.sample(self, request, active))
 
     def refine(self, request: RefineRequest, hooks: StageHooks | None = None) -> Latents:
         """Preview latents to refined latents."""
         request.validate()
         self.require(("refine",))
-        return self._run("refine", hooks, request.deterministic, lambda active: stages.refine(self, request, active))
+        return self._run("refine", request, hooks, lambda active: stages.refine(self, request, active))
 
     def decode(self, request: DecodeRequest, hooks: StageHooks | None = None) -> Clip:
         """Latents to frames and sound."""
         request.validate()
         self.require(("decode",), decoder=request.decoder, video=request.video, audio=request.audio)
-        return self._run("decode", hooks, False, lambda active: stages.decode(self, request, active))
+        return self._run("decode", request, hooks, lambda active: stages.decode(self, request, active))
 
     def close(self) -> None:
         """Frees the weights and cached features; the pipeline may be used again."""
@@ -126,7 +143,13 @@ class Pipeline:
 
     def machine(self) -> dict[str, Any]:
         """Where this runs, for the settings of a result."""
-        return machine_settings(self.device, self.dtype, self.kernels)
+        return machine_settings(self.device, self.dtype, self.kernels, self.launch.attention.name)
+
+    def forward_of(self, model: Any) -> accelerate.Forward:
+        """The preview model's forward for one request, launched the way chosen at build; one that talks to other ranks as it is."""
+        if self.groups.world.is_real:
+            return model
+        return accelerate.forward_of(model, self.launch.step, self.kernels)
 
     def placement(self) -> dict[str, str]:
         """Component -> resident, roundtrip or cpu; planned once, from the components that are present and the memory that is free."""
@@ -143,10 +166,20 @@ class Pipeline:
             self._residences[name] = Residence(name, lambda target: self._load(name, target), mode, self.device)
         return self._residences[name].use()
 
-    def _run(self, stage: str, hooks: StageHooks | None, is_deterministic: bool, body: Callable[[StageHooks], Result]) -> Result:
-        self._running = hooks or self.hooks
+    def first(self, body: Alone) -> dict[str, torch.Tensor]:
+        """Runs `body` on the first rank; its named CPU tensors, or its error, reach every rank."""
+        return self._lockstep.first(body)
+
+    def _run(self, stage: str, request: Any, hooks: StageHooks | None, body: Callable[[StageHooks], Result]) -> Result:
+        active = hooks or self.hooks
+        self._lockstep = Lockstep(self.groups, active.should_stop)
+        self._running = replace(active, should_stop=self._lockstep.should_stop)
+        if self.groups.world.is_real:
+            check_same(self.groups, f"{stage} {request_hash(request)} {self.checkpoint_hash}")
+        is_deterministic = getattr(request, "deterministic", False)
         guard = memory_guard(stage, self.device, lambda: self._advice(stage))
-        with torch.no_grad(), choice.using(self.kernels), deterministic(is_deterministic), guard:
+        chosen = choice.using(self.kernels), providers.using(self.launch.attention.name)
+        with torch.no_grad(), chosen[0], chosen[1], deterministic(is_deterministic), guard:
             return body(self._running)
         raise AssertionError("unreachable: memory_guard raises what it catches")
 
@@ -154,7 +187,9 @@ class Pipeline:
         report: dict[str, Any] = {"device": target, "progress": self._running.progress, "should_stop": self._running.should_stop}
         root = self.checkpoint
         loaders: dict[str, Callable[[], Any]] = {
-            "preview": lambda: components.load_preview(root, dtype=self.dtype, **report),
+            "preview": lambda: components.load_preview(
+                root, dtype=self.dtype, expert_rank=self.groups.expert.place, expert_size=self.groups.expert.size, **report
+            ),
             "refiner": lambda: components.load_refiner(root, dtype=self.dtype, **report),
             "text_encoder": lambda: components.load_text_encoder(root, **report),
             "vae": lambda: components.load_vae(root, decoder=False, **report),
@@ -162,25 +197,37 @@ class Pipeline:
             "turbo": lambda: components.load_turbo(root, dtype=self.dtype, **report),
             "audio": lambda: components.load_audio(root, **report),
         }
-        return loaders[name]().module
+        if name == "refiner" and not self.groups.refiner.is_member:
+            components.follow_load(name, root, self._running.should_stop)
+            return absent_refiner(components.refiner_config(root), self.groups)
+        loaded = loaders[name]()
+        self.bytes_read[name] = self.bytes_read.get(name, 0) + loaded.bytes_read
+        return apply_parallel(loaded.module, self.groups)
 
     def _footprints(self) -> dict[str, Footprint]:
-        """Bytes of every component that is whole; working memory for the checkpoint's own canvas, and 1080p for the refiner."""
+        """Bytes of every component that is whole; working memory for the checkpoint's own canvas, and 1080p for the refiner. On one rank
+        of several: of its share of weights and tokens, without the components that other ranks hold."""
         found = {}
+        groups = self.groups
         size = self.dtype.itemsize
         shape = VideoShape(width=self.defaults.preview_width, height=self.defaults.preview_height, seconds=self.defaults.seconds)
         canvas = min(1.0, self.defaults.preview_width * self.defaults.preview_height / (896 * 512))
         for name in catalog.present_components(self.checkpoint):
+            if (name in FIRST_RANK_ONLY and not groups.is_first) or (name == "refiner" and not groups.refiner.is_member):
+                continue
             try:
-                weights = components.check_component(name, self.checkpoint).total_bytes
+                files = components.check_component(name, self.checkpoint)
             except CheckpointError:
                 continue  # a request that needs it is refused by `require`, with the reason
+            weights = files.total_bytes
             working = int(DECODE_WORKING.get(name, 0) * canvas)
             if name == "preview":
-                tokens = preview_tokens(shape.latent(), shape.audio_latents(), TYPICAL_TEXT, TYPICAL_NEGATIVE)
+                tokens = preview_tokens(shape.latent(), shape.audio_latents(), TYPICAL_TEXT, TYPICAL_NEGATIVE) // groups.world.size
+                experts = sum(entry.nbytes for key, entry in files.tensors.items() if is_expert_tensor(key))
+                weights -= experts - experts // groups.expert.size
                 working = preview_working_bytes(components.preview_config(self.checkpoint), tokens, size)
             elif name == "refiner":
-                tokens = int(REFINED_TOKENS * shape.latent().tokens) + TYPICAL_TEXT
+                tokens = (int(REFINED_TOKENS * shape.latent().tokens) + TYPICAL_TEXT) // groups.refiner.size
                 working = refiner_working_bytes(components.refiner_config(self.checkpoint), tokens, size)
             scale = size / 2 if name in ("preview", "refiner") else 1
             found[name] = Footprint(weights=int(weights * scale), working=working)
@@ -218,8 +265,11 @@ def build_pipeline(
     device: str = "auto",
     dtype: str | torch.dtype | None = None,
     kernels: str = "auto",
+    attention: str = "auto",
+    step: str = "auto",
     hooks: StageHooks | None = None,
     placement: Mapping[str, str] | None = None,
+    groups: Groups | None = None,
 ) -> Pipeline:
     """A pipeline over the checkpoint folder; nothing is loaded yet.
 
@@ -228,8 +278,11 @@ def build_pipeline(
         device: auto, cpu, or a device as `doctor` lists it.
         dtype: float32 or bfloat16, of transformers and Turbo decoder; default bfloat16 on an accelerator, float32 on a CPU.
         kernels: auto, triton or reference.
+        attention: auto, or a provider of the preview's attention (fa3, mate, cudnn, flash, flex, reference).
+        step: auto, eager, compile or graph: how the kernels of a preview step are launched.
         hooks: of every stage that is not given its own.
         placement: component -> resident, roundtrip or cpu, where it should not be planned.
+        groups: of this rank of a fleet, from `Groups.create`; every rank then calls every stage with the same request.
 
     Raises RequestError, CheckpointError when there is no such folder, DependencyError.
     """
@@ -245,11 +298,28 @@ def build_pipeline(
     devices.use_full_fp32()
     env.set_deterministic_workspace()
     devices.synchronize(target)  # initialises the device: its memory statistics raise before that
+    implementation, groups = choose_kernels(kernels, target), groups or Groups.local()
+    _check_groups(folder, groups, step)
+    width = components.preview_config(folder).head_dim if "preview" in catalog.present_components(folder) else PreviewConfig.head_dim
+    launch = accelerate.choose_launch(attention, step, Target(device=target, dtype=chosen, head_dim=width), implementation, groups)
     return Pipeline(
         folder,
         device=target,
         dtype=chosen,
-        kernels=choose_kernels(kernels, target),
+        kernels=implementation,
+        launch=launch,
         hooks=hooks or StageHooks(),
         placement=placement,
     )
+
+
+def _check_groups(folder: Path, groups: Groups, step: str) -> None:
+    """Raises RequestError when this checkpoint's models cannot be split as the groups are."""
+    if not groups.world.is_real:
+        return
+    present = catalog.present_components(folder)
+    refiner = components.refiner_config(folder) if "refiner" in present else None
+    if "preview" in present:
+        groups.config.validate(components.preview_config(folder), refiner)
+    if step in ("compile", "graph"):
+        raise RequestError(f"step {step!r}: a step that several ranks share is launched eagerly. Use auto or eager.")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import magi2_core
 from magi2_core.errors import RequestError
-from magi2_core.request import Latents, RefineRequest, SampleRequest, SolverState
+from magi2_core.request import Latents, RefineRequest, SampleRequest, SolverState, to_message
 
 
 def text_hash(text: str) -> str:
@@ -27,12 +27,25 @@ def prompt_hash(prompt: str, negative: str, image: Tensor | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def machine_settings(device: torch.device, dtype: torch.dtype, kernels: str) -> dict[str, Any]:
+def request_hash(request: Any) -> str:
+    """SHA-256 over every field and tensor of a request, for the ranks to compare."""
+    header, tensors = to_message(request)
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def machine_settings(device: torch.device, dtype: torch.dtype, kernels: str, attention: str) -> dict[str, Any]:
     """Where a stage ran, as plain values."""
     return {
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "kernels": kernels,
+        "attention": attention,
         "version": magi2_core.__version__,
         "torch": torch.__version__,
     }

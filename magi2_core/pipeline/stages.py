@@ -2,10 +2,11 @@
 
 They take their components from `Parts` (a Pipeline) and know nothing of files, placement or transport. Order of the draws and
 precision of each step: spec components.md 0. A stage that is stopped raises Interrupted between two steps or windows.
+With several ranks each runs the same function: what one rank does for all goes through `Parts.first`, the rest is split below.
 """
 
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,6 +21,9 @@ from magi2_core.media.frames import resize_frames
 from magi2_core.media.image import prepare_reference
 from magi2_core.model.refiner_velocity import RefinerVelocity
 from magi2_core.model.velocity import PreviewVelocity
+from magi2_core.parallel.decode import spread_windows
+from magi2_core.parallel.groups import Groups
+from magi2_core.parallel.guidance import shared_velocity
 from magi2_core.request import Clip, Conditioning, DecodeRequest, EncodeRequest, Latents, Progress, RefineRequest, SampleRequest
 from magi2_core.sampling.denoise import DenoiseHooks, DenoiseOptions, denoise, start_state
 from magi2_core.sampling.noise import NoiseStream
@@ -49,12 +53,19 @@ class Parts(Protocol):
     checkpoint_hash: str
     device: torch.device
     text_cache: MutableMapping[str, EncodedText]
+    groups: Groups
 
     def use(self, name: str) -> AbstractContextManager[Any]:
         """The loaded component `name`, on its device while the block runs."""
 
+    def first(self, body: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The named CPU tensors that `body` makes on the first rank, on every rank; its errors too."""
+
     def machine(self) -> dict[str, Any]:
         """Where this runs, for the settings of a result."""
+
+    def forward_of(self, model: Any) -> Any:
+        """The preview model's forward, launched the way chosen at build, for one request."""
 
 
 def encode(parts: Parts, request: EncodeRequest, hooks: StageHooks) -> Conditioning:
@@ -68,14 +79,10 @@ def encode(parts: Parts, request: EncodeRequest, hooks: StageHooks) -> Condition
     texts = [prompt, negative] if negative else [prompt]
     missing = [text for text in dict.fromkeys(texts) if text_hash(text) not in parts.text_cache]
     if missing:
-        with parts.use("text_encoder") as encoder:
-            for number, text in enumerate(missing):
-                _stop_here(hooks, f"encode: cancelled after {number} of {len(missing)} texts.")
-                found = encoder.encode(text)
-                found = replace(found, features=found.features.to(torch.bfloat16))
-                figure = figure_feature(found, text, 1)
-                parts.text_cache[text_hash(text)] = EncodedText(features=found.features.cpu(), figure=figure.cpu())
-                hooks.progress(Progress(stage="encode", step=number + 1, total=len(missing)))
+        found = parts.first(lambda: _encode_texts(parts, missing, hooks))
+        for text in missing:
+            key = text_hash(text)
+            parts.text_cache[key] = EncodedText(features=found[f"{key}.features"], figure=found[f"{key}.figure"])
     encoded = parts.text_cache[text_hash(prompt)]
     return Conditioning(
         text=encoded.features,
@@ -86,6 +93,20 @@ def encode(parts: Parts, request: EncodeRequest, hooks: StageHooks) -> Condition
         negative_prompt=negative,
         prompt_hash=prompt_hash(request.prompt, negative, request.image),
     )
+
+
+def _encode_texts(parts: Parts, texts: list[str], hooks: StageHooks) -> dict[str, Tensor]:
+    """Features and figure tokens of `texts` by their hashes."""
+    found: dict[str, Tensor] = {}
+    with parts.use("text_encoder") as encoder:
+        for number, text in enumerate(texts):
+            _stop_here(hooks, f"encode: cancelled after {number} of {len(texts)} texts.")
+            encoded = encoder.encode(text)
+            encoded = replace(encoded, features=encoded.features.to(torch.bfloat16))
+            key = text_hash(text)
+            found |= {f"{key}.features": encoded.features.cpu(), f"{key}.figure": figure_feature(encoded, text, 1).cpu()}
+            hooks.progress(Progress(stage="encode", step=number + 1, total=len(texts)))
+    return found
 
 
 def sample(parts: Parts, request: SampleRequest, hooks: StageHooks) -> Latents:
@@ -120,13 +141,15 @@ def sample(parts: Parts, request: SampleRequest, hooks: StageHooks) -> Latents:
             special=None if reference is None or conditioning.special is None else conditioning.special.to(parts.device),
             ref_latents=reference,
             use_ref_for_uncond=request.use_ref_for_uncond,
+            branches=parts.groups.branch,
         )
+        velocity.forward = parts.forward_of(model)
         loop_hooks = DenoiseHooks(
             progress=hooks.progress,
             should_stop=hooks.should_stop,
             on_cut=lambda cut: hooks.on_partial(latents_of(cut)) if cut.step else None,
         )
-        return latents_of(denoise(velocity, state, options, loop_hooks))
+        return latents_of(denoise(shared_velocity(velocity, parts.groups), state, options, loop_hooks))
 
 
 def _encode_reference(parts: Parts, request: SampleRequest) -> Tensor | None:
@@ -135,8 +158,12 @@ def _encode_reference(parts: Parts, request: SampleRequest) -> Tensor | None:
     if image is None:
         return None
     pixels = prepare_reference(image, request.width, request.height)
-    with parts.use("vae") as vae:
-        return vae.encode(pixels.to(next(vae.parameters()).device))[None].to(parts.device, torch.float32)
+
+    def encoded() -> dict[str, Tensor]:
+        with parts.use("vae") as vae:
+            return {"reference": vae.encode(pixels.to(next(vae.parameters()).device))[None].to("cpu", torch.float32)}
+
+    return parts.first(encoded)["reference"].to(parts.device)
 
 
 def refine(parts: Parts, request: RefineRequest, hooks: StageHooks) -> Latents:
@@ -173,50 +200,87 @@ def refine(parts: Parts, request: RefineRequest, hooks: StageHooks) -> Latents:
 
 
 def decode(parts: Parts, request: DecodeRequest, hooks: StageHooks) -> Clip:
-    """Frames and sound of latents, finished or (as a look at the estimate) cut."""
+    """Frames and sound of latents, finished or (as a look at the estimate) cut. With several ranks the frames are the first one's only."""
     latents = request.latents
     _stop_here(hooks, "decode: cancelled before its first window.")
-    frames = _decode_video(parts, request, hooks) if request.video else None
+    frames = None
+    if request.video:
+        frames = _decode_windows(parts, request, hooks) if request.decoder == "turbo" else _decode_stream(parts, request, hooks)
     waveform = None
     if request.audio:
         _stop_here(hooks, "decode: cancelled before the sound.")
-        with parts.use("audio") as decoder:
-            waveform = decode_audio(decoder, latents.audio)
+        waveform = parts.first(lambda: _decode_sound(parts, latents.audio))["waveform"]
     return Clip(frames=frames, waveform=waveform, fps=latents.fps)
 
 
-def _decode_video(parts: Parts, request: DecodeRequest, hooks: StageHooks) -> Tensor:
-    """Frames uint8 [T, H, W, 3]; each window becomes bytes, at the size asked for, before the next is decoded."""
-    latent = request.latents.video
-    count, rows, columns = latent.shape[2:]
+def _decode_sound(parts: Parts, audio: Tensor) -> dict[str, Tensor]:
+    with parts.use("audio") as decoder:
+        return {"waveform": decode_audio(decoder, audio)}
+
+
+def _empty_clip(request: DecodeRequest) -> Tensor:
+    """uint8 [T, H, W, 3], at the size asked for."""
+    count, rows, columns = request.latents.video.shape[2:]
     width = request.output_width or columns * SPATIAL_STRIDE
     height = request.output_height or rows * SPATIAL_STRIDE
-    frames = torch.empty((4 * (count - 1) + 1, height, width, 3), dtype=torch.uint8)
-    turbo = request.decoder == "turbo"
-    with parts.use("turbo" if turbo else "vae_decoder") as decoder:
-        device = next(decoder.parameters()).device
-        total = len(decoder.windows(count)) if turbo else count
-        pieces = _turbo_pieces(decoder, latent.to(device)) if turbo else decoder.iter_decode(latent.to(device))
-        position, begun = 0, time.perf_counter()
-        for number, piece in enumerate(pieces, start=1):
-            part = frames_to_uint8(piece).cpu()
-            if request.output_width is not None:
-                part = resize_frames(part, width, height)
-            frames[position : position + part.shape[0]] = part
-            position += part.shape[0]
-            seconds = (time.perf_counter() - begun) / number
-            hooks.progress(
-                Progress(stage="decode", step=number, total=total, seconds_per_step=seconds, eta_seconds=seconds * (total - number))
-            )
-            if number < total:
-                _stop_here(hooks, f"decode: cancelled after {number} of {total} windows.")
-    assert position == frames.shape[0]
+    return torch.empty((4 * (count - 1) + 1, height, width, 3), dtype=torch.uint8)
+
+
+def _pictures(request: DecodeRequest, piece: Tensor) -> Tensor:
+    """Decoded video as bytes on the CPU, at the size asked for, before the next piece is decoded."""
+    part = frames_to_uint8(piece).cpu()
+    if request.output_width is None or request.output_height is None:
+        return part
+    return resize_frames(part, request.output_width, request.output_height)
+
+
+def _decode_windows(parts: Parts, request: DecodeRequest, hooks: StageHooks) -> Tensor | None:
+    """The Turbo decoder, its windows spread over the ranks; frames on the first rank, None on the others."""
+    latent = request.latents.video
+    frames = _empty_clip(request) if parts.groups.is_first else None
+    with parts.use("turbo") as decoder:
+        windows = decoder.windows(latent.shape[2])
+        latent = latent.to(next(decoder.parameters()).device)
+
+        def target(number: int) -> Tensor:
+            assert frames is not None
+            return frames[windows[number].first_frame :][: windows[number].num_frames]
+
+        begun = time.perf_counter()
+        for done in spread_windows(
+            parts.groups, len(windows), lambda number: _pictures(request, decoder.decode_window(latent, windows[number])), target
+        ):
+            _window_done(hooks, done, len(windows), begun)
     return frames
 
 
-def _turbo_pieces(decoder: Any, latent: Tensor) -> Iterator[Tensor]:
-    for window in decoder.windows(latent.shape[2]):
-        yield decoder.decode_window(latent, window)
+def _decode_stream(parts: Parts, request: DecodeRequest, hooks: StageHooks) -> Tensor | None:
+    """The quality decoder: each latent frame needs the one before, so the first rank decodes alone while the others wait."""
+    frames = _empty_clip(request) if parts.groups.is_first else None
+
+    def decoded() -> dict[str, Tensor]:
+        assert frames is not None
+        latent = request.latents.video
+        position, begun, total = 0, time.perf_counter(), latent.shape[2]
+        with parts.use("vae_decoder") as decoder:
+            for number, piece in enumerate(decoder.iter_decode(latent.to(next(decoder.parameters()).device)), start=1):
+                part = _pictures(request, piece)
+                frames[position : position + part.shape[0]] = part
+                position += part.shape[0]
+                _window_done(hooks, number, total, begun)
+        assert position == frames.shape[0]
+        return {}
+
+    parts.first(decoded)
+    return frames
+
+
+def _window_done(hooks: StageHooks, done: int, total: int, begun: float) -> None:
+    """Reports `done` finished windows and stops here when asked to."""
+    seconds = (time.perf_counter() - begun) / done
+    hooks.progress(Progress(stage="decode", step=done, total=total, seconds_per_step=seconds, eta_seconds=seconds * (total - done)))
+    if done < total:
+        _stop_here(hooks, f"decode: cancelled after {done} of {total} windows.")
 
 
 def _stop_here(hooks: StageHooks, message: str) -> None:

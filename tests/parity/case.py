@@ -48,10 +48,14 @@ class Case:
         path = self.folder / "inputs.safetensors"
         return load_file(path) if path.is_file() else {}
 
+    @property
+    def weights_path(self) -> Path:
+        own = self.folder / "weights.safetensors"
+        return own if own.is_file() else self.folder / self.config["weights"]
+
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        own = self.folder / "weights.safetensors"
-        return load_file(own if own.is_file() else self.folder / self.config["weights"])
+        return load_file(self.weights_path)
 
     @cached_property
     def outputs(self) -> dict[str, Tensor]:

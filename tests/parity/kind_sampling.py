@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magi2_core.checkpoint.index import torch_component
+from magi2_core.checkpoint.load import load_module
 from magi2_core.checkpoint.slices import expert_slices
 from magi2_core.config import PreviewConfig
 from magi2_core.media.image import prepare_reference
@@ -84,17 +86,10 @@ class _Recorder:
 
 def _load_model(case, dtype: torch.dtype, groups: Groups = ALONE) -> PreviewTransformer:
     config = PreviewConfig.from_dict(case.model_config)
-    model = PreviewTransformer(config, dtype)
-    own = model.state_dict()
-    weights = {name: tensor.to(own[name].dtype) for name, tensor in case.weights.items()}
-    rule = expert_slices(config.moe, groups.expert.place, groups.expert.size)
-    for name, part in ((name, rule(name)) for name in weights if rule is not None):
-        if part is not None:
-            weights[name] = weights[name][part.start : part.stop].clone()
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(torch.empty_like(weights[name]), requires_grad=False))
-    model.load_state_dict(weights)
-    return apply_parallel(model.finish_loading(), groups)
+    files = torch_component("preview", case.weights_path, case.weights)
+    slices = expert_slices(config.moe, groups.expert.place, groups.expert.size)
+    loaded = load_module(lambda: PreviewTransformer(config, dtype), files, device=CPU, dtype_of=lambda name: None, slices=slices)
+    return apply_parallel(loaded.module, groups)
 
 
 def _velocity_model(case, model: PreviewTransformer, video: Tensor, audio: Tensor, groups: Groups = ALONE):
