@@ -85,15 +85,20 @@ def check_module(module: nn.Module, component: ComponentFiles, dtype_of: DtypeRu
     return wanted
 
 
-def _fetch(stored: Tensor, part: Slice | None, wanted: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, in the dtype of `wanted`, of what was stored of a tensor; rows past the file's end are zero."""
-    shape = tuple(wanted.shape) if part is None else part.local_shape(wanted.shape)
-    if shape == tuple(stored.shape):
-        return torch.empty(shape, dtype=wanted.dtype, device=device).copy_(stored)
+def _fill(target: Tensor, stored: Tensor, part: Slice | None) -> Tensor:
+    """Copies what was stored of a tensor into `target`; rows past the file's end become zero."""
+    if target.shape == stored.shape:
+        return target.copy_(stored)
     assert part is not None
-    value = torch.zeros(shape, dtype=wanted.dtype, device=device)
-    value.narrow(part.dim, 0, stored.shape[part.dim]).copy_(stored)
-    return value
+    target.zero_().narrow(part.dim, 0, stored.shape[part.dim]).copy_(stored)
+    return target
+
+
+def _placed(module: nn.Module, name: str, shape: tuple[int, ...], wanted: Tensor, device: torch.device) -> Tensor | None:
+    """Where the owner of the weight wants it, for one that keeps weights in another form; None for an ordinary parameter."""
+    path, _, leaf = name.rpartition(".")
+    place = getattr(module.get_submodule(path), "place_weight", None)
+    return None if place is None else place(leaf, shape, wanted.dtype, device)
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:
@@ -122,8 +127,15 @@ def _load_file(
                 if ahead < len(items):
                     read_ahead(handle.fileno(), items[ahead][1], parts[ahead])
             stored = read(entry, parts[index])
-            keep = component.is_owned and parts[index] is None and stored.dtype == wanted.dtype and stored.device == device
-            _assign(module, name, stored if keep else _fetch(stored, parts[index], wanted, device))
+            part = parts[index]
+            shape = tuple(wanted.shape) if part is None else part.local_shape(wanted.shape)
+            target = _placed(module, name, shape, wanted, device)
+            if target is not None:
+                _fill(target, stored, part)
+            elif component.is_owned and part is None and stored.dtype == wanted.dtype and stored.device == device:
+                _assign(module, name, stored)
+            else:
+                _assign(module, name, _fill(torch.empty(shape, dtype=wanted.dtype, device=device), stored, part))
             count += stored.nbytes
     return count
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from magi2_core.config import PreviewConfig
 from magi2_kernels.moe_routing import TopK, route, sort_routes
-from magi2_kernels.multi_head_moe import ExpertWeights, multi_head_moe
+from magi2_kernels.multi_head_moe import ExpertWeights, multi_head_moe, pack_w13, unpack_w13
 from magi2_kernels.swiglu import swiglu7
 
 from .layers import GroupedLinear, ModalityRMSNorm, frozen
@@ -70,8 +70,17 @@ class Router(nn.Module):
         return route(x, gate, self.expert_bias_ema, top_k=self.top_k, route_scale=self.route_scale)
 
 
+PACKED = ("W_gate", "W_up")
+"""What the checkpoint names the two halves of `W13`, in their order."""
+
+
 class MultiHeadMoE(nn.Module):
-    """Routed experts: every head of a token goes through its own top-k experts."""
+    """Routed experts: every head of a token goes through its own top-k experts.
+
+    W_gate and W_up exist only interleaved, as the parameter `W13` [G * E, d, 2 * F]: the form the kernels read, with no second
+    copy. The state dict speaks of W_gate and W_up all the same (strided views), `load_state_dict` takes them, and
+    `place_weight` gives a loader the view to fill, so that a checkpoint is packed shard by shard while it is read.
+    """
 
     dispatcher: MoEDispatcher
 
@@ -81,17 +90,40 @@ class MultiHeadMoE(nn.Module):
         flat, inner = moe.num_heads * moe.num_experts, moe.expert_intermediate_size
         self.num_experts = moe.num_experts
         self.gate = frozen(flat, width)
-        self.W_gate = frozen(flat, width, inner, dtype=dtype)
-        self.W_up = frozen(flat, width, inner, dtype=dtype)
+        self.W13 = frozen(flat, width, 2 * inner, dtype=dtype)
         self.W_down = frozen(flat, inner, width, dtype=dtype)
         self.router = Router(config)
         self.dispatcher = LocalDispatcher()
+        self.register_state_dict_post_hook(_name_halves)
+        self.register_load_state_dict_pre_hook(_join_halves)
+
+    def place_weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Where a loader copies the weight `name` [*shape] to, None when it is an ordinary parameter.
+
+        The first half asked for makes W13; its numbers are undefined until both are filled.
+        """
+        if name not in PACKED:
+            return None
+        whole = (*shape[:2], 2 * shape[2])
+        if (tuple(self.W13.shape), self.W13.dtype, self.W13.device) != (whole, dtype, device):
+            self.W13 = nn.Parameter(torch.empty(whole, dtype=dtype, device=device), requires_grad=False)
+        return unpack_w13(self.W13)[PACKED.index(name)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, G, d] to [S, G, d]."""
         x = self.dispatcher.dispatch(x)
         routes = sort_routes(self.router(x, self.gate), self.num_experts)
-        return self.dispatcher.combine(multi_head_moe(x, routes, ExpertWeights(self.W_gate, self.W_up, self.W_down)))
+        return self.dispatcher.combine(multi_head_moe(x, routes, ExpertWeights.packed(self.W13, self.W_down)))
+
+
+def _name_halves(module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: object) -> None:
+    halves = unpack_w13(state.pop(f"{prefix}W13"))
+    state.update({f"{prefix}{name}": half for name, half in zip(PACKED, halves, strict=True)})
+
+
+def _join_halves(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    if all(f"{prefix}{name}" in state for name in PACKED):
+        state[f"{prefix}W13"] = pack_w13(*(state.pop(f"{prefix}{name}") for name in PACKED))
 
 
 class MoEMLP(nn.Module):
