@@ -3,11 +3,18 @@
 Each is made from ONE string: only such exceptions keep their type across torch RPC. `exit_code` is what the CLI ends with.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class Magi2Error(Exception):
-    """Base of the pack's errors: the message says what was got, what was expected and what to change."""
+    """Base of the pack's errors: the message says what was got, what was expected and what to change.
+
+    `details` of an error that came from a backend: rank, stage, step, log_tail.
+    """
 
     exit_code = 1
+    details: Mapping[str, Any] | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

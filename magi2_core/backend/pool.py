@@ -1,0 +1,80 @@
+"""The clients of this process, one a specification: nodes come and go, the fleet stays."""
+
+import atexit
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from magi2_core.errors import Magi2Error
+
+from .spec import BackendSpec
+
+
+class Client(Protocol):
+    """What the pool needs of a client."""
+
+    is_connected: Any
+
+    def connect(self) -> None:
+        """Starts or finds the head."""
+
+    def is_warm(self) -> bool:
+        """Whether workers run."""
+
+    def release(self) -> None:
+        """Ends the workers."""
+
+    def status(self) -> dict[str, Any]:
+        """State of the head."""
+
+    def close(self) -> None:
+        """Leaves the head."""
+
+
+class Pool:
+    """Clients by specification. Any thread may use it."""
+
+    def __init__(self, make: Callable[[BackendSpec], Any]) -> None:
+        self._make = make
+        self._clients: dict[BackendSpec, Any] = {}
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def get(self, spec: BackendSpec) -> Any:
+        """The connected client of a specification; its head is started or found when needed. Raises what that raises."""
+        with self._lock:
+            client = self._clients.get(spec)
+            if client is None:
+                client = self._clients[spec] = self._make(spec)
+        client.connect()
+        return client
+
+    def is_warm(self, spec: BackendSpec) -> bool:
+        """Whether workers of this specification run already; starts nothing."""
+        client = self._clients.get(spec)
+        return client is not None and client.is_warm()
+
+    def release_all(self) -> int:
+        """Ends the workers of every client; returns how many fleets were up."""
+        with self._lock:
+            warm = [client for client in self._clients.values() if client.is_warm()]
+        for client in warm:
+            client.release()
+        return len(warm)
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """State of every fleet of this process."""
+        found = []
+        for client in list(self._clients.values()):
+            try:
+                found.append(client.status())
+            except Magi2Error as error:
+                found.append({"up": False, "checkpoint": client.spec.checkpoint, "error": str(error)})
+        return found
+
+    def close(self) -> None:
+        """Leaves every head; those of mode auto end."""
+        with self._lock:
+            clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            client.close()

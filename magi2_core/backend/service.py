@@ -1,0 +1,268 @@
+"""What a worker does when it is called: runs stages in lockstep with the other ranks, reports, stops, and gets over a failure.
+
+The driver's calls arrive on RPC threads; stages run on the worker's main thread only (the accelerator's current device belongs to a
+thread). Before a stage the ranks compare job number and request. After a failure that leaves the fleet alive a rank drops its process
+groups: their sockets close, ranks that still wait in a collective fail at once, and all join again before the next job.
+"""
+
+import gc
+import json
+import logging
+import queue
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from magi2_core import device as devices
+from magi2_core.errors import Interrupted, Magi2Error, RankMismatchError
+from magi2_core.parallel.collectives import check_same
+from magi2_core.parallel.groups import Groups
+from magi2_core.pipeline.build import Pipeline
+from magi2_core.pipeline.hooks import StageHooks
+from magi2_core.request import Clip, Latents, Progress
+
+from . import messages
+from .files import DecodeToFileRequest
+from .outcome import write_result
+from .rpc import Reporter
+from .watchdog import Position, Watchdog, is_exchanging
+
+log = logging.getLogger(__name__)
+Observer = Callable[[Position], None]
+
+
+class Service:
+    """One rank: its pipeline, its groups, and the job it runs."""
+
+    def __init__(self, pipeline: Pipeline, groups: Groups, *, folder: Path, step_seconds: float, rejoin: Callable[[str], None]) -> None:
+        self.pipeline, self.groups, self.rank = pipeline, groups, groups.rank
+        self.reporter = Reporter()
+        self.observers: list[Observer] = []
+        self._folder = folder
+        self._rejoin = rejoin
+        self._watchdog = Watchdog(step_seconds, self._stalled)
+        self._tasks: queue.Queue[tuple[Callable[[], dict[str, Any]], queue.Queue[dict[str, Any]]]] = queue.Queue()
+        self._cancelled: set[int] = set()
+        self._events = 0
+
+    def loop(self) -> None:
+        """Runs what is called, for ever, on the thread that calls this."""
+        while True:
+            task, answer = self._tasks.get()
+            answer.put(task())
+            del task, answer
+
+    def on_main_thread(self, task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Result of `task`, run by `loop`."""
+        answer: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._tasks.put((task, answer))
+        return answer.get()
+
+    def run(self, number: int, header: dict[str, Any], body: str | None) -> dict[str, Any]:
+        """One stage of one job on this rank; the answer of rank 0 holds the result, that of the others what they measured."""
+        return self.on_main_thread(lambda: self._guarded(number, header, None if body is None else Path(body)))
+
+    def cancel(self, number: int) -> dict[str, Any]:
+        """Asks for a stop at the next boundary; the first rank's wish counts for all."""
+        self._cancelled.add(number)
+        return {}
+
+    def rejoin(self, tag: str) -> dict[str, Any]:
+        """Makes the process groups again after a failure."""
+
+        def task() -> dict[str, Any]:
+            self._rejoin(tag)
+            return {}
+
+        return self.on_main_thread(task)
+
+    def report(self) -> dict[str, Any]:
+        """Memory of this rank, and where it is."""
+        position = self._watchdog.position
+        return {
+            "memory_bytes": memory_bytes(),
+            "peak_bytes": devices.peak_bytes(self.pipeline.device),
+            "stage": position.stage if position else "",
+            "step": position.step if position else 0,
+        }
+
+    def _guarded(self, number: int, header: dict[str, Any], body: Path | None) -> dict[str, Any]:
+        self._note(Position(stage="start"))
+        try:
+            return {"ok": True, **self._run(number, header, body)}
+        except BaseException as error:
+            position = self._watchdog.position or Position(stage="start")
+            waited = _failed_in_exchange(error.__traceback__)
+            log.error("job %d failed in %s after step %d\n%s", number, position.stage, position.step, traceback.format_exc())
+            failure = {
+                "ok": False,
+                "error": type(error).__name__,
+                "text": str(error),
+                "stage": position.stage,
+                "step": position.step,
+                "known": isinstance(error, Magi2Error) and not isinstance(error, RankMismatchError),
+                "waited": waited,
+            }
+            if not isinstance(error, Interrupted):
+                error.__traceback__ = None
+                self._leave_groups()
+            return failure
+        finally:
+            self._watchdog.rest()
+            self._cancelled.discard(number)
+
+    def _run(self, number: int, header: dict[str, Any], body: Path | None) -> dict[str, Any]:
+        begun, before = time.perf_counter(), self.groups.traffic.sent_bytes
+        check_same(self.groups, f"{number}:{messages.request_hash(header, body)}")
+        request = messages.unpack(header, body)
+        stage = messages.check_request(request)
+        marks = StepMarks()
+        self._note(Position(stage=stage))
+        result = self._stage(stage, request, self._hooks(number, marks))
+        answer: dict[str, Any] = {
+            "metrics": {
+                "rank": self.rank,
+                "stage": stage,
+                "seconds": time.perf_counter() - begun,
+                **marks.summary(),
+                "sent_bytes": self.groups.traffic.sent_bytes - before,
+                "peak_bytes": devices.peak_bytes(self.pipeline.device),
+                "memory_bytes": memory_bytes(),
+            }
+        }
+        if self.groups.is_first:
+            answer |= write_result(request, result, self._folder, number, lambda: number in self._cancelled)
+        return answer
+
+    def _stage(self, stage: str, request: Any, hooks: StageHooks) -> Any:
+        plain = request.decode if isinstance(request, DecodeToFileRequest) else request
+        method = {"encode": self.pipeline.encode, "preview": self.pipeline.sample, "refine": self.pipeline.refine}
+        return method.get(stage, self.pipeline.decode)(plain, hooks)  # type: ignore[operator]
+
+    def _hooks(self, number: int, marks: "StepMarks") -> StageHooks:
+        def progress(event: Progress) -> None:
+            marks.add(event)
+            self._note(Position(stage=event.stage, step=event.step, total=event.total))
+            if self.groups.is_first and not self.reporter.is_busy():
+                self._send(number, "progress", event)
+
+        def on_partial(latents: Latents) -> None:
+            if self.groups.is_first:
+                # Waited for: these are the latents of a cut run, they must be with the head before the stage ends.
+                self._send(number, "partial", latents).wait()
+
+        return StageHooks(progress=progress, should_stop=lambda: number in self._cancelled, on_partial=on_partial)
+
+    def _send(self, number: int, kind: str, value: Any) -> Any:
+        self._events += 1
+        path = self._folder / f"{number}-{self._events}.event"
+        header, size = messages.pack_to_file(value, path)
+        return self.reporter.send({"kind": kind, "job": number, "message": header, "body": str(path) if size else None})
+
+    def _note(self, position: Position) -> None:
+        self._watchdog.note(position.stage, position.step, position.total)
+        for observer in self.observers:
+            observer(position)
+
+    def _stalled(self, position: Position, waits: bool) -> None:
+        self.reporter.send({"kind": "stalled", "rank": self.rank, "stage": position.stage, "step": position.step, "waits": waits})
+
+    def _leave_groups(self) -> None:
+        """Closes this rank's process groups, so that no rank waits for this one."""
+        for group in all_groups(self.groups):
+            object.__setattr__(group, "handle", None)
+        if self.groups.config.world > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        gc.collect()
+        devices.empty_cache(self.pipeline.device)
+
+
+class StepMarks:
+    """Times of the events of one job: seconds of every step, and of loading."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._steps: list[float] = []
+        self._load = 0.0
+
+    def add(self, event: Progress) -> None:
+        """One event has come."""
+        now = time.perf_counter()
+        if event.stage == "load":
+            self._load += now - self._last
+        else:
+            self._steps.append(now - self._last)
+        self._last = now
+
+    def summary(self) -> dict[str, Any]:
+        """Step and load seconds."""
+        return {"step_seconds": [round(seconds, 6) for seconds in self._steps], "load_seconds": self._load}
+
+
+def all_groups(groups: Groups) -> list[Any]:
+    """Every axis; the seams hold these objects, whatever process group is behind them."""
+    return [groups.world, groups.context, groups.expert, groups.cfg, groups.refiner]
+
+
+def adopt_handles(groups: Groups, fresh: Groups) -> None:
+    """Gives the axes that the seams hold the process groups of `fresh`, which has the same layout."""
+    for old, new in zip(all_groups(groups), all_groups(fresh), strict=True):
+        assert old.ranks == new.ranks
+        object.__setattr__(old, "handle", new.handle)
+
+
+def memory_bytes() -> int:
+    """Highest resident memory of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _failed_in_exchange(trace: TracebackType | None) -> bool:
+    """Whether an exception came out of a collective: another rank left."""
+    innermost = None
+    while trace is not None:
+        innermost, trace = trace.tb_frame, trace.tb_next
+    return is_exchanging(innermost)
+
+
+class _Installed:
+    """The service of this process; the driver's calls find it here."""
+
+    def __init__(self) -> None:
+        self.service: Service | None = None
+        self.ready = threading.Event()
+
+
+_installed = _Installed()
+
+
+def install(service: Service) -> None:
+    """Makes the service reachable by `call`."""
+    _installed.service = service
+    _installed.ready.set()
+
+
+def call(name: str, arguments: str) -> str:
+    """Called by the driver over RPC: one of run, cancel, rejoin, report with JSON arguments; the answer is JSON."""
+    _installed.ready.wait()
+    service = _installed.service
+    assert service is not None
+    functions: dict[str, Callable[..., dict[str, Any]]] = {
+        "run": service.run,
+        "cancel": service.cancel,
+        "rejoin": service.rejoin,
+        "report": service.report,
+    }
+    return json.dumps(functions[name](**json.loads(arguments)))
+
+
+__all__ = ["Clip", "Service", "adopt_handles", "call", "install"]
