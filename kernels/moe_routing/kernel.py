@@ -29,8 +29,8 @@ class Blocks:
 
 
 TABLE = {
-    "sm_90": Blocks(rows=128, cols=32, warps=8, stages=2),
-    "sm_100": Blocks(rows=128, cols=32, warps=8, stages=2),
+    "sm_90": Blocks(rows=128, cols=32, warps=8, stages=3),
+    "sm_100": Blocks(rows=64, cols=32, warps=4, stages=2),
     "musa": Blocks(rows=32, cols=64, warps=4),
     "interpreter": Blocks(rows=16, cols=16, warps=1),
     "default": Blocks(rows=64, cols=32, warps=8),
@@ -85,7 +85,6 @@ def _route(
     t = (tl.program_id(0) % blocks) * BT + tl.arange(0, BT)
     has_token = t < tokens
     e = tl.arange(0, BE)
-    has_expert = e < E
     rows = x_ptr + t.to(tl.int64) * x_token + head.to(tl.int64) * x_head
     gate = gate_ptr + head.to(tl.int64) * d * E
     part = tl.cast(heads, tl.int64) * d * E
@@ -94,24 +93,31 @@ def _route(
         c = c0 + tl.arange(0, BD)
         x = tl.load(rows[:, None] + c[None, :], mask=has_token[:, None] & (c < d)[None, :], other=0.0)
         columns = gate + c[:, None] * E + e[None, :]
-        mask = (c < d)[:, None] & has_expert[None, :]
         for p in tl.static_range(PARTS):
-            logits = tl.dot(x, tl.load(columns + p * part, mask=mask, other=0.0), logits, input_precision="ieee")
-    scores = 1.0 / (1.0 + tl.exp(-logits))
-    bias = tl.load(bias_ptr + head * E + e, mask=has_expert, other=float("-inf"))
+            if E == BE and d % BD == 0:
+                block = tl.load(columns + p * part)
+            else:
+                block = tl.load(columns + p * part, mask=(c < d)[:, None] & (e < E)[None, :], other=0.0)
+            logits = tl.dot(x, block, logits, input_precision="ieee")
+    # From here on only `biased` may be live: two such tiles do not fit the registers.
+    bias = tl.load(bias_ptr + head * E + e, mask=e < E, other=float("-inf"))
+    # One Newton step on the quick division: scores of neighbouring experts differ by few units in the last place.
+    whole = 1.0 + tl.exp(tl.minimum(-logits, 80.0))
+    biased = 1.0 / whole
+    biased += biased * (1.0 - whole * biased)
+    biased += bias[None, :]
     k = tl.arange(0, BK)
     weights = tl.zeros([BT, BK], dtype=tl.float32)
     ids = tl.zeros([BT, BK], dtype=tl.int32)
     for r in tl.static_range(K):
-        biased = scores + bias[None, :]
         best = tl.max(biased, axis=1)
         # The lowest of equal ones; inside the table even when the scores are not numbers.
         found = tl.min(tl.where(biased == best[:, None], e[None, :], E - 1), axis=1)
-        hit = e[None, :] == found[:, None]
-        score = tl.sum(tl.where(hit, scores, 0.0), axis=1)
+        # The bias taken off again: the score to half a unit in the last place of the sum.
+        score = best - tl.load(bias_ptr + head * E + found)
         weights += tl.where(k[None, :] == r, score[:, None], 0.0)
         ids += tl.where(k[None, :] == r, found[:, None], 0)
-        scores = tl.where(hit, float("-inf"), scores)
+        biased = tl.where(e[None, :] == found[:, None], float("-inf"), biased)
     total = tl.maximum(tl.sum(weights, axis=1), SMALLEST)
     weights = weights / total[:, None] * scale
     slot = ((head.to(tl.int64) * tokens + t) * K)[:, None] + k[None, :]

@@ -27,7 +27,9 @@ def unpack_w13(w13: Tensor) -> tuple[Tensor, Tensor]:
 def pack_w13(gate: Tensor, up: Tensor) -> Tensor:
     """W13 [G * E, d, 2 * F] of gate and up [G * E, d, F], a new tensor of their type."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)} but up is {up.dtype} {tuple(up.shape)}: both must have one shape and type.")
+        raise ValueError(
+            f"gate is {gate.dtype} {tuple(gate.shape)} but up is {up.dtype} {tuple(up.shape)}: both must have one shape and type."
+        )
     return torch.stack((gate, up), dim=-1).flatten(2)
 
 

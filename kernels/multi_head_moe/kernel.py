@@ -6,7 +6,7 @@ of the rows (R * d) and are neither repeatable nor faster (tests/bench/results/m
 kernel of the folder `hopper`; the one here runs anywhere, with tensor descriptors or plain pointers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -35,7 +35,7 @@ class Blocks:
 
 
 TABLE = {
-    "sm_90": Blocks(rows=128, inner=32, warps=8, stages=3, loads=HOPPER),
+    "sm_90": Blocks(rows=128, inner=64, warps=4, stages=2, loads=HOPPER),
     "sm_100": Blocks(rows=128, inner=32, warps=8, stages=3, loads=DESCRIPTOR),
     "sm_80": Blocks(rows=64, inner=32, warps=8, stages=2),
     "musa": Blocks(rows=64, inner=64, channels=64, warps=8, stages=1),
@@ -96,7 +96,9 @@ def _experts(
                 if BC == BD:
                     mask = (channels < d)[:, None] & (both_columns < 2 * F)[None, :]
                     both = tl.dot(
-                        x, tl.load(first + channels[:, None] * (2 * F) + both_columns[None, :], mask=mask, other=0.0), input_precision="ieee"
+                        x,
+                        tl.load(first + channels[:, None] * (2 * F) + both_columns[None, :], mask=mask, other=0.0),
+                        input_precision="ieee",
                     )
                 else:
                     both = tl.zeros([BT, 2 * BF], dtype=tl.float32)
@@ -138,18 +140,16 @@ def _width(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def _aligned(d: int, inner: int, tile: Blocks) -> bool:
-    """Whether descriptors can cut these matrices: they cannot stop at the border of an expert."""
-    return d == _width(d) and inner % tile.inner == 0
-
-
 def settings(device: torch.device, d: int, inner: int) -> Blocks:
-    """The row of the table for `device`, with the loads that matrices of this size allow."""
+    """The row of the table for `device`, with the loads that matrices of this size allow.
+
+    Descriptors cannot stop at the border of an expert, so they need whole blocks.
+    """
     tile = pick(TABLE, device)
-    if tile.loads == HOPPER and d in HOPPER_WIDTHS and inner % tile.inner == 0 and inner // tile.inner >= tile.stages:
-        return tile
-    if tile.loads in (HOPPER, DESCRIPTOR):
-        return replace(tile, loads=DESCRIPTOR) if _aligned(d, inner, tile) and d >= 64 else TABLE["default"]
+    if tile.loads == HOPPER and not (d in HOPPER_WIDTHS and inner % tile.inner == 0 and inner >= 2 * tile.inner):
+        tile = TABLE["sm_100"]
+    if tile.loads == DESCRIPTOR and not (d in HOPPER_WIDTHS and inner % tile.inner == 0):
+        tile = TABLE["default"]
     return tile
 
 
@@ -165,7 +165,7 @@ def _launch_hopper(arguments: tuple[Tensor, ...], x: Tensor, w13: Tensor, down: 
     # Rows 8 b + 4 l + q of W_down come in the order (b, q, l): see the kernel.
     order = [flat * inner // 8, 4, 2, d]
     wide = TensorDescriptor(down, order, [8 * d, d, 4 * d, 1], [step // 8, 4, 2, d], gl.NVMMASharedLayout(128, 16, 4))
-    sizes = {"E": flat // x.shape[1], "D": d, "F": inner, "BT": tile.rows, "BF": step, "STAGES": tile.stages}
+    sizes = {"E": flat // x.shape[1], "D": d, "F": inner, "BT": tile.rows, "BF": step}
     grid = (arguments[4].shape[0],)
     hopper_experts[grid](x, *arguments, x.stride(0), x.stride(1), tall, wide, **sizes, num_warps=tile.warps)
 

@@ -105,7 +105,7 @@ def test_multi_head_moe_bf16_is_no_worse_than_reference(triton_device: str, size
     reference = multi_head_moe(x, routes, weights)
     with using("triton"):
         got = multi_head_moe(x, routes, weights)
-    assert error(got, want) <= 1.02 * error(reference, want)
+    assert error(got, want) <= 1.05 * error(reference, want)
 
 
 @pytest.mark.parametrize("name", kernel.TABLE)
