@@ -38,7 +38,9 @@ def check_types(op: str, types: tuple[torch.dtype, ...], **tensors: Tensor) -> N
     for label, tensor in tensors.items():
         if tensor.dtype not in types:
             expected = ", ".join(str(kind) for kind in types)
-            raise ValueError(f"{op}: {label} is {tensor.dtype}, the Triton kernel takes {expected}. Use the reference kernels for other types.")
+            raise ValueError(
+                f"{op}: {label} is {tensor.dtype}, the Triton kernel takes {expected}. Use the reference kernels for other types."
+            )
 
 
 def modality_ids(weight: Tensor, segments: ModalitySegments | None, block: int) -> Tensor | None:

@@ -3,6 +3,10 @@
 A head is read as its three parts (first of the pairs, second of the pairs, rest), so every access is contiguous and nothing is read twice.
 """
 
+# Triton joins tuples with + only, and a tuple grows in a loop:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +34,33 @@ TABLE = {"interpreter": Blocks(heads=4, warps=1), "default": Blocks(heads=8, war
 
 
 @triton.jit
-def _heads(
-    x_ptr,
+def _read(
+    x_ptr, stride, H: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    # All heads of a token from x_ptr on, as three tuples of tiles: first of the pairs, second of the pairs, rest.
+    pair = tl.arange(0, BH)
+    rest = tl.arange(0, BR)
+    firsts, seconds, thirds = (), (), ()
+    for start in tl.static_range(0, H, BLOCK):
+        head = start + tl.arange(0, BLOCK)
+        mask = (head < H)[:, None] & (pair < HALF)[None, :]
+        base = x_ptr + head[:, None] * stride
+        firsts = firsts + (tl.load(base + pair[None, :], mask=mask, other=0.0),)
+        seconds = seconds + (tl.load(base + HALF + pair[None, :], mask=mask, other=0.0),)
+        mask_rest = (head < H)[:, None] & (rest < WIDTH - 2 * HALF)[None, :]
+        thirds = thirds + (tl.load(base + 2 * HALF + rest[None, :], mask=mask_rest, other=0.0),)
+    return firsts, seconds, thirds
+
+
+@triton.jit
+def _turn(
+    firsts,
+    seconds,
+    thirds,
     out_ptr,
     weight_ptr,
     sin,
     cos,
-    stride,
     EPS: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -46,35 +70,32 @@ def _heads(
     BH: tl.constexpr,
     BR: tl.constexpr,
 ):
-    # x_ptr, out_ptr: first head of the token; weight_ptr: block of its modality.
-    REST: tl.constexpr = WIDTH - 2 * HALF
+    # Norm, rotation and stores of what `_read` returned; weight_ptr is the block of the token's modality.
     kind = out_ptr.dtype.element_ty
     pair = tl.arange(0, BH)
     rest = tl.arange(0, BR)
     paired = pair < HALF
-    resting = rest < REST
+    resting = rest < WIDTH - 2 * HALF
     if NORM:
         scale_first = 1.0 + tl.load(weight_ptr + pair, mask=paired, other=0.0)
         scale_second = 1.0 + tl.load(weight_ptr + HALF + pair, mask=paired, other=0.0)
         scale_rest = 1.0 + tl.load(weight_ptr + 2 * HALF + rest, mask=resting, other=0.0)
-    for start in tl.static_range(0, H, BLOCK):
-        head = start + tl.arange(0, BLOCK)
-        mask = (head < H)[:, None] & paired[None, :]
-        mask_rest = (head < H)[:, None] & resting[None, :]
-        base = x_ptr + head[:, None] * stride
-        first = tl.load(base + pair[None, :], mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(base + HALF + pair[None, :], mask=mask, other=0.0).to(tl.float32)
-        third = tl.load(base + 2 * HALF + rest[None, :], mask=mask_rest, other=0.0).to(tl.float32)
+    for tile in tl.static_range((H + BLOCK - 1) // BLOCK):
+        head = tile * BLOCK + tl.arange(0, BLOCK)
+        first = firsts[tile].to(tl.float32)
+        second = seconds[tile].to(tl.float32)
+        third = thirds[tile].to(tl.float32)
         if NORM:
             total = tl.sum(first * first + second * second, axis=1) + tl.sum(third * third, axis=1)
             inverse = tl.rsqrt(total / WIDTH + EPS)[:, None]
             first = first * inverse * scale_first[None, :]
             second = second * inverse * scale_second[None, :]
             third = third * inverse * scale_rest[None, :]
+        mask = (head < H)[:, None] & paired[None, :]
         out = out_ptr + head[:, None] * WIDTH
         tl.store(out + pair[None, :], (first * cos[None, :] - second * sin[None, :]).to(kind), mask=mask)
         tl.store(out + HALF + pair[None, :], (second * cos[None, :] + first * sin[None, :]).to(kind), mask=mask)
-        tl.store(out + 2 * HALF + rest[None, :], third.to(kind), mask=mask_rest)
+        tl.store(out + 2 * HALF + rest[None, :], third.to(kind), mask=(head < H)[:, None] & resting[None, :])
 
 
 @triton.jit
@@ -111,13 +132,16 @@ def _norm_rope(
         block = tl.load(ids_ptr + token).to(tl.int64) * WIDTH
     else:
         block = token * 0
-    _heads(
-        q_ptr + token * q_token, q_out_ptr + token * (HQ * WIDTH), q_weight_ptr + block, sin, cos, q_head,
-        EPS, HQ, WIDTH, HALF, NORM, BLOCK, BH, BR,
+    # Everything is read before anything is written: a store would hold back the loads behind it.
+    firsts, seconds, thirds = _read(q_ptr + token * q_token, q_head, HQ, WIDTH, HALF, BLOCK, BH, BR)
+    if HK > 0:
+        k_firsts, k_seconds, k_thirds = _read(k_ptr + token * k_token, k_head, HK, WIDTH, HALF, BLOCK, BH, BR)
+    _turn(
+        firsts, seconds, thirds, q_out_ptr + token * (HQ * WIDTH), q_weight_ptr + block, sin, cos, EPS, HQ, WIDTH, HALF, NORM, BLOCK, BH, BR
     )  # fmt: skip
     if HK > 0:
-        _heads(
-            k_ptr + token * k_token, k_out_ptr + token * (HK * WIDTH), k_weight_ptr + block, sin, cos, k_head,
+        _turn(
+            k_firsts, k_seconds, k_thirds, k_out_ptr + token * (HK * WIDTH), k_weight_ptr + block, sin, cos,
             EPS, HK, WIDTH, HALF, NORM, BLOCK, BH, BR,
         )  # fmt: skip
 
@@ -138,12 +162,16 @@ def _launch(q: Tensor, k: Tensor | None, weights: tuple[Tensor, Tensor] | None, 
     return outs
 
 
-def _fake_pair(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, ids: Tensor | None, kind: torch.dtype) -> list[Tensor]:
+def _fake_pair(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, ids: Tensor | None, kind: torch.dtype
+) -> list[Tensor]:
     return [q.new_empty(q.shape, dtype=kind), k.new_empty(k.shape, dtype=kind)]
 
 
 @opaque("qk_norm_rope", _fake_pair)
-def _run_pair(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, ids: Tensor | None, kind: torch.dtype) -> list[Tensor]:
+def _run_pair(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, ids: Tensor | None, kind: torch.dtype
+) -> list[Tensor]:
     return _launch(q, k, (q_weight, k_weight), rope, ids, kind)
 
 

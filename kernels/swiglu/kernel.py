@@ -22,7 +22,7 @@ class Blocks:
     warps: int
 
 
-TABLE = {"interpreter": Blocks(results=32, warps=1), "default": Blocks(results=2048, warps=8)}
+TABLE = {"interpreter": Blocks(results=32, warps=1), "default": Blocks(results=1024, warps=4)}
 
 
 @triton.jit

@@ -171,29 +171,26 @@ def test_hyper_mix_triton_wrong_fold_is_refused(triton_device: str) -> None:
 
 @pytest.mark.gpu
 def test_hyper_projection_every_setting_is_right(triton_device: str) -> None:
-    """At the released width: one setting of this kernel gave wrong results with Triton 3.6, and only on the device."""
-    import triton
-
-    from magi2_kernels.common.tuning import shared_bytes
+    """At the released size: a race that an earlier form of this kernel had showed on the device only, and best with many tiles."""
     from magi2_kernels.hyper_connection import kernel
 
-    n, channels, rows = 4, 3072, 1000
-    streams = rand(triton_device, rows, n, channels, dtype=torch.bfloat16)
+    n, channels, rows, checked = 4, 3072, 60_000, 3000
+    streams = torch.randn(rows, n, channels, device=triton_device, dtype=torch.bfloat16)
     norm, phi = rand(triton_device, n * channels, seed=1) * 0.1, rand(triton_device, n * channels, 24, seed=2) * 0.01
-    wide = streams.double().flatten(1)
+    wide = streams[-checked:].double().flatten(1)
     wide = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6)
     want = (wide * (1 + norm.double())) @ phi.double()
     folded = kernel.fold_norm(norm, phi, torch.bfloat16)
     table = dict(kernel.PROJECT)
     for name, tile in table.items():
-        if name == "interpreter" or triton.runtime.driver.active.get_current_target().arch < 90 and shared_bytes(name) > shared_bytes("default"):
+        if name == "interpreter":
             continue
         kernel.PROJECT.clear()
         kernel.PROJECT["default"] = tile
         try:
             for _ in range(5):
                 got = kernel._run_project(streams, folded, None, [], 0)
-                assert ((got.double() - want).norm() / want.norm()).item() < 5e-5, f"setting {name} is wrong on this card"
+                assert ((got[-checked:].double() - want).norm() / want.norm()).item() < 5e-5, f"setting {name} is wrong on this card"
         finally:
             kernel.PROJECT.clear()
             kernel.PROJECT.update(table)
