@@ -49,7 +49,7 @@ def heads_to_tokens(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
     rows = counts[group.place]
     row = heads * width
     found = all_to_all(x.contiguous().view(-1), group, [count * row for count in counts], [rows * row] * group.size)
-    return found.view(group.size, rows, heads, width).transpose(0, 1).reshape(rows, -1, width)
+    return found.view(group.size, rows, heads, width).transpose(0, 1).reshape(rows, group.size * heads, width)
 
 
 class TokenShare:
