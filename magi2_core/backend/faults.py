@@ -70,3 +70,8 @@ def install(service: Any) -> None:
 def pretended_size(size: int) -> int:
     """`size`, or far more than any disk has when the tests ask for a full one."""
     return HUGE if env.test_faults() and pending(0, "write", 0) == "full" else size
+
+
+def pretended_hash(rank: int, value: str) -> str:
+    """`value`, or another one when the tests ask for ranks that disagree."""
+    return f"{value}?" if env.test_faults() and pending(rank, "hash", 0) == "mismatch" else value

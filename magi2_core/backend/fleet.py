@@ -65,18 +65,14 @@ class Fleet:
         """Whether workers are running."""
         return self._driver is not None
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, the workers' first."""
-        driver = self._driver
-        return [child.pid for child in [*self._workers, *([driver] if driver else [])]]
-
     def describe(self) -> dict[str, Any]:
         """For `status`."""
         ranks = [{"rank": n, "pid": child.pid, "device": self.devices[n]} for n, child in enumerate(self._workers)]
         for line, report in zip(ranks, self.last_report, strict=False):
             line |= report
-        return {"up": self.is_up, "generation": self.generation, "layout": self.layout, "reason": self.reason, "ranks": ranks}
+        driver = self._driver
+        facts = {"up": self.is_up, "generation": self.generation, "layout": self.layout, "reason": self.reason}
+        return facts | {"driver_pid": driver.pid if driver else 0, "ranks": ranks}
 
     def start(self) -> None:
         """Starts a generation when none is up. Raises what a worker says, or BackendDiedError with the end of its log."""

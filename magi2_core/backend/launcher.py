@@ -6,6 +6,7 @@ torch. The forks happen on one thread that lives as long as the process: see dea
 """
 
 import concurrent.futures
+import contextlib
 import os
 import re
 import subprocess
@@ -75,10 +76,8 @@ class Child:
 
     def ask_to_end(self) -> None:
         """Closes the child's input."""
-        try:
+        with contextlib.suppress(OSError):
             self.stdin.close()
-        except OSError:
-            pass
 
     def end(self, seconds: float = STOP_SECONDS) -> int:
         """Asks, waits, kills when that was not enough; returns the exit code. No process remains."""

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from magi2_core.errors import Magi2Error, OutputError, RequestError
+from magi2_core.media.preview import ColoursRequest
 from magi2_core.request import (
     WIRE_TYPES,
     DecodeRequest,
@@ -39,6 +40,7 @@ STAGE_OF: dict[type, str] = {
     RefineRequest: "refine",
     DecodeRequest: "decode",
     DecodeToFileRequest: "decode",
+    ColoursRequest: "colours",
 }
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from magi2_core.errors import OutputError
 from magi2_core.media import mux
 from magi2_core.request import Clip
-from torch import Tensor
 
 from . import faults, messages, runtime
 from .files import DecodeToFileRequest, VideoFile

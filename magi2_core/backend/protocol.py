@@ -5,6 +5,7 @@ A frame is 4 bytes magic, header length (uint32), body length (uint64), header, 
 that connection is closed and nothing else.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -214,10 +215,8 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection; a thread that waits on it sees Closed."""
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._socket.close()
 
 

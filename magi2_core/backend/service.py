@@ -27,7 +27,7 @@ from magi2_core.pipeline.build import Pipeline
 from magi2_core.pipeline.hooks import StageHooks
 from magi2_core.request import Clip, Latents, Progress
 
-from . import messages
+from . import faults, messages
 from .files import DecodeToFileRequest
 from .outcome import write_result
 from .rpc import Reporter
@@ -94,8 +94,11 @@ class Service:
 
     def _guarded(self, number: int, header: dict[str, Any], body: Path | None) -> dict[str, Any]:
         self._note(Position(stage="start"))
+        finished = ""
         try:
-            return {"ok": True, **self._run(number, header, body)}
+            answer = {"ok": True, **self._run(number, header, body)}
+            finished = answer["metrics"]["stage"]
+            return answer
         except BaseException as error:
             position = self._watchdog.position or Position(stage="start")
             waited = _failed_in_exchange(error.__traceback__)
@@ -114,12 +117,12 @@ class Service:
                 self._leave_groups()
             return failure
         finally:
-            self._watchdog.rest()
+            self._watchdog.rest(finished)
             self._cancelled.discard(number)
 
     def _run(self, number: int, header: dict[str, Any], body: Path | None) -> dict[str, Any]:
         begun, before = time.perf_counter(), self.groups.traffic.sent_bytes
-        check_same(self.groups, f"{number}:{messages.request_hash(header, body)}")
+        check_same(self.groups, f"{number}:{faults.pretended_hash(self.rank, messages.request_hash(header, body))}")
         request = messages.unpack(header, body)
         stage = messages.check_request(request)
         marks = StepMarks()
@@ -143,6 +146,7 @@ class Service:
     def _stage(self, stage: str, request: Any, hooks: StageHooks) -> Any:
         plain = request.decode if isinstance(request, DecodeToFileRequest) else request
         method = {"encode": self.pipeline.encode, "preview": self.pipeline.sample, "refine": self.pipeline.refine}
+        method["colours"] = self.pipeline.colours
         return method.get(stage, self.pipeline.decode)(plain, hooks)  # type: ignore[operator]
 
     def _hooks(self, number: int, marks: "StepMarks") -> StageHooks:

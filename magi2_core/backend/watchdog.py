@@ -14,6 +14,9 @@ from types import FrameType
 from typing import Any
 
 POLL_SECONDS = 0.25
+WARM_UP_SECONDS = 60.0
+"""More time for every stage until this process has finished one: first use imports, allocates and compiles."""
+
 EXCHANGE = ("parallel/collectives.py", "torch/distributed/distributed_c10d.py")
 
 
@@ -47,6 +50,7 @@ class Watchdog:
         self._on_stall = on_stall
         self._position: Position | None = None
         self._reported: Position | None = None
+        self._warm: set[str] = set()
         self._watched = threading.main_thread().ident
         if limit > 0:
             threading.Thread(target=self._watch, name="magi2-watchdog", daemon=True).start()
@@ -60,20 +64,25 @@ class Watchdog:
         """A boundary was reached."""
         self._position = Position(stage=stage, step=step, total=total, since=time.monotonic())
 
-    def rest(self) -> None:
-        """The stage is over."""
+    def rest(self, stage: str = "") -> None:
+        """The job is over; `stage` was finished."""
         self._position = None
+        self._warm.add(stage)
+
+    def _limit_of(self, stage: str) -> float:
+        """Seconds that a boundary of this stage may be away; loading and starting count as cold."""
+        return self._limit if stage in self._warm else self._limit + WARM_UP_SECONDS
 
     def _watch(self) -> None:
         while True:
             time.sleep(min(POLL_SECONDS, self._limit / 4))
             position = self._position
-            if position is None or position is self._reported or time.monotonic() - position.since < self._limit:
+            if position is None or position is self._reported or time.monotonic() - position.since < self._limit_of(position.stage):
                 continue
             self._reported = position
             frames: dict[int, Any] = sys._current_frames()
             waits = is_exchanging(frames.get(self._watched or 0))
-            sys.stderr.write(f"watchdog: {position.stage} has not moved for {self._limit:g} s after step {position.step}; stacks follow\n")
+            sys.stderr.write(f"watchdog: {position.stage} has not moved for {time.monotonic() - position.since:.1f} s after step {position.step}; stacks follow\n")
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             self._on_stall(position, waits)
