@@ -38,11 +38,14 @@ BELOW = {
 
 NARROWER = {
     "checkpoint.catalog": set(),
-    "backend.client": {"backend.launcher", "backend.protocol"},
     "text.enhance": {"text"},
     "text.caption": {"text"},
 }
 """Modules that the ComfyUI process imports, or that must stay light: what they may import besides the leaves."""
+
+COMFYUI_PROCESS = ("backend.client", "text.enhance", "text.caption", "checkpoint.catalog", "media", "nodes")
+NOT_IN_COMFYUI = {"kernels", "model", "sampling", "vae", "audio", "parallel", "pipeline", "text.encoder", "checkpoint.load"}
+"""What the nodes import, and what must not come along with it when it is imported."""
 
 KERNEL_EXTERNAL = {"torch", "triton"}
 HEAVY = {"triton", "torchada", "transformers", "av", "soundfile", "PIL", "tokenizers"}
@@ -50,6 +53,8 @@ HEAVY = {"triton", "torchada", "transformers", "av", "soundfile", "PIL", "tokeni
 
 COMFYUI = {"folder_paths", "nodes", "server", "execution", "latent_preview", "node_helpers"}
 
+# kernels/ may not import device.py, and its tuning tables are keyed by architecture: there "musa" is a key like "sm_90".
+TUNING_KEYS = {"musa"}
 DEVICE_WORDS = re.compile(r"(cuda|musa|nccl|mccl|gloo)(:\d*)?")
 DEVICE_ATTRIBUTES = {"cuda", "musa"}
 ENVIRONMENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
@@ -247,6 +252,30 @@ def test_imports_heavy_packages_inside_functions(source: Source) -> None:
     assert not eager
 
 
+def loaded_by(start: set[str]) -> set[str]:
+    """Modules that importing `start` (modules or packages, as in BELOW) imports from the pack, itself included."""
+    modules = {source.module: source for source in SOURCES}
+    todo = [name for name in modules if _within(name, start)]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for item in modules[name].imports:
+            target = _target(item.name) if item.eager else None
+            while target and target not in modules:
+                target = target.rpartition(".")[0]
+            todo += [target] if target else []
+    return found
+
+
+def test_imports_of_the_comfyui_process_hold_no_model_code() -> None:
+    loaded = loaded_by(set(COMFYUI_PROCESS))
+    assert "request" in loaded and "checkpoint.catalog" in loaded
+    assert not {name for name in loaded if _within(name, NOT_IN_COMFYUI)}
+
+
 def _code(source: Source) -> str:
     """The file without comments and docstrings."""
     return ast.unparse(_without_docstrings(source.tree))
@@ -270,11 +299,12 @@ def environment_readers(source: Source) -> list[int]:
 
 def device_namers(source: Source) -> list[int]:
     """Lines that name an accelerator or a collective library in code."""
+    allowed = TUNING_KEYS if source.package == "kernels" else set()
     lines = []
     for node in ast.walk(_without_docstrings(source.tree)):
-        if (isinstance(node, ast.Constant) and isinstance(node.value, str) and DEVICE_WORDS.fullmatch(node.value)) or (
-            isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES
-        ):
+        word = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        is_word = DEVICE_WORDS.fullmatch(word) is not None and word not in allowed
+        if is_word or (isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES):
             lines.append(node.lineno)
     return lines
 
