@@ -286,7 +286,7 @@ class Progress:
     preview: Tensor | None = None
 
 
-WIRE_TYPES = {
+WIRE_TYPES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
         EncodeRequest,

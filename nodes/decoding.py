@@ -1,6 +1,5 @@
 """VAE Decode, Decode To Video and Audio Mux: latents to pictures and sound, and pictures and sound to a video file."""
 
-from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import InputImpl, io
@@ -12,7 +11,6 @@ from . import muxing
 from .compat import field, guarded, schema
 from .feedback import Feedback
 from .jobs import run_job
-from .previews import Previewer
 from .wires import Latent, Model, ModelHandle
 
 DECODERS = ["turbo", "wan"]
@@ -46,10 +44,8 @@ class VAEDecode(io.ComfyNode):
     @classmethod
     @guarded
     def execute(cls, model: ModelHandle, latent: Latents, decoder: str) -> io.NodeOutput:
-        """One decode job; the clip also teaches the preview pictures this checkpoint's colours."""
+        """One decode job."""
         clip = run_job(model, DecodeRequest(latents=latent, decoder=decoder), Feedback())
-        if latent.solver is None:
-            Previewer(Path(model.checkpoint.path)).learn(latent.video, clip.frames)
         audio = {"waveform": clip.waveform.reshape(1, -1, clip.waveform.shape[-1]), "sample_rate": clip.sample_rate}
         return io.NodeOutput(to_float(clip.frames), audio, float(clip.fps))
 

@@ -1,7 +1,7 @@
-"""The preview of the forming clip: x0 latents to a small animated picture, through factors fitted to the checkpoint's decoder.
+"""The preview of the forming clip: x0 latents to a small animated picture, through factors fitted to the checkpoint's picture encoder.
 
-The factors are kept in the cache folder, one file a checkpoint: fitted to one decode of noise the first time, and once to
-the first real clip that is decoded. Nothing here may fail a run: what goes wrong is logged once and no picture is shown.
+The factors are asked for once a checkpoint and kept in the cache folder. Nothing here may fail a run: what goes wrong is
+logged once and no picture is shown.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,15 +18,11 @@ from torch import Tensor
 
 from magi2_core import env
 from magi2_core.media.files import load_package
-from magi2_core.media.preview import fit_rgb_factors, latent_preview
-from magi2_core.request import DecodeRequest, Latents
+from magi2_core.media.preview import ColoursRequest, PreviewColours, latent_preview
 
 from .compat import is_interrupt
 
 log = logging.getLogger("magi2.nodes")
-
-NOISE_SHAPE = (1, 48, 9, 8, 8)
-"""Latents of the first fit: 576 colours for the 48 factors a colour has."""
 
 FRAME_MILLISECONDS = 160
 QUALITY = 80
@@ -57,10 +52,10 @@ def wanted() -> bool:
 
 
 def factors_path(checkpoint: Path) -> Path:
-    """File of the factors of the checkpoint in this folder; another decoder file is another name."""
-    decoder = checkpoint / "turbo_vae" / "checkpoint.ckpt"
-    size = decoder.stat().st_size if decoder.is_file() else 0
-    key = hashlib.sha256(f"{checkpoint} {size}".encode()).hexdigest()[:16]
+    """File of the factors of the checkpoint in this folder; another encoder file is another name."""
+    encoder = checkpoint / "vae" / "Wan2.2_VAE.pth"
+    facts = encoder.stat() if encoder.is_file() else None
+    key = hashlib.sha256(f"{checkpoint} {facts and (facts.st_size, facts.st_mtime_ns)}".encode()).hexdigest()[:16]
     return env.cache_dir() / "previews" / f"{key}.safetensors"
 
 
@@ -88,41 +83,20 @@ class Previewer:
         """The host's preview tuple for the x0 estimate fp32 [1, 48, T, h, w]."""
         return self._safely("drawing one", lambda: self._draw(x0))
 
-    def _draw(self, x0: Tensor) -> tuple[str, AnimatedPicture, None] | None:
+    def _draw(self, x0: Tensor) -> tuple[str, AnimatedPicture, None]:
         if self.factors is None:
-            self.factors = self._read()[:2]
+            with safe_open(str(self.path), framework="pt") as handle:
+                self.factors = handle.get_tensor("factors"), handle.get_tensor("bias")
         # no size limit is passed on: the host would resize the object as if it were a picture
         return "JPEG", AnimatedPicture(latent_preview(x0, *self.factors)), None
 
-    def _read(self) -> tuple[Tensor, Tensor, str]:
-        with safe_open(str(self.path), framework="pt") as handle:
-            return handle.get_tensor("factors"), handle.get_tensor("bias"), (handle.metadata() or {}).get("fitted_to", "noise")
+    def prepare(self, ask: Callable[[ColoursRequest], PreviewColours]) -> None:
+        """Gets the factors unless their file is there; `ask` runs a request on the backend."""
+        if not self.path.is_file():
+            self._safely("fitting the colours", lambda: self._write(ask(ColoursRequest())))
 
-    def _fitted_to(self) -> str:
-        try:
-            return self._read()[2] if self.path.is_file() else ""
-        except Exception:
-            return ""
-
-    def prepare(self, decode: Callable[[DecodeRequest], Any]) -> None:
-        """Fits the factors to a decode of noise unless a file of them is there; `decode` runs a request on the backend."""
-        if not self._fitted_to():
-            self._safely("fitting to the decoder", lambda: self._fit_noise(decode))
-
-    def _fit_noise(self, decode: Callable[[DecodeRequest], Any]) -> None:
-        video = torch.randn(NOISE_SHAPE, generator=torch.Generator().manual_seed(0))
-        width, height = NOISE_SHAPE[4] * 16, NOISE_SHAPE[3] * 16
-        latents = Latents(video=video, audio=torch.zeros(1, 1, 64), stage="preview", fps=12.5, seed=0, width=width, height=height)
-        self._write(video, decode(DecodeRequest(latents=latents, audio=False)).frames, "noise")
-
-    def learn(self, video: Tensor, frames: Tensor) -> None:
-        """Fits once more to a decoded clip: latents fp32 [1, 48, T, h, w] and its frames uint8."""
-        if self._fitted_to() != "clip":
-            self._safely("fitting to the clip", lambda: self._write(video, frames, "clip"))
-
-    def _write(self, video: Tensor, frames: Tensor, kind: str) -> None:
-        factors, bias = fit_rgb_factors(video, frames)
+    def _write(self, colours: PreviewColours) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".part")
-        save_file({"factors": factors.contiguous(), "bias": bias.contiguous()}, str(temporary), metadata={"fitted_to": kind})
+        save_file({"factors": colours.factors.contiguous(), "bias": colours.bias.contiguous()}, str(temporary))
         temporary.replace(self.path)

@@ -5,11 +5,14 @@ encode `calibration_picture` and fit to it; on the nano's decoded clips that map
 one fitted to a single decoded clip only for clips of the same colours.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from magi2_core.errors import RequestError
+from magi2_core.request import WIRE_TYPES
 
 MAX_FRAMES = 16
 LONG_SIDE = 256
@@ -17,6 +20,25 @@ LONG_SIDE = 256
 
 RIDGE = 1e-3
 """Damping of the fit, relative to a channel's variance: channels that hardly vary get small factors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColoursRequest:
+    """Asks for the map from latents to preview colours (pipeline/colours.py)."""
+
+    def validate(self) -> None:
+        """Nothing can be wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewColours:
+    """Colour in [0, 1] is `latent @ factors + bias`: `factors` fp32 [48, 3], `bias` fp32 [3]."""
+
+    factors: Tensor
+    bias: Tensor
+
+
+WIRE_TYPES.update({cls.__name__: cls for cls in (ColoursRequest, PreviewColours)})
 
 
 def _check_latents(latents: Tensor) -> None:

@@ -27,6 +27,7 @@ from magi2_core.parallel.apply import absent_refiner, apply_parallel
 from magi2_core.parallel.collectives import check_same
 from magi2_core.parallel.groups import Groups
 from magi2_core.parallel.lockstep import Alone, Lockstep
+from magi2_core.media.preview import ColoursRequest, PreviewColours
 from magi2_core.request import Clip, Conditioning, DecodeRequest, EncodeRequest, Latents, RefineRequest, SampleRequest
 from magi2_core.shapes import VideoShape
 from magi2_kernels.common import choice
@@ -34,6 +35,7 @@ from magi2_kernels.sink_attention import providers
 from magi2_kernels.sink_attention.providers import Target
 
 from . import accelerate, stages
+from .colours import preview_colours
 from .guards import deterministic, memory_guard
 from .hooks import StageHooks
 from .placement import Footprint, plan_placement, preview_tokens, preview_working_bytes, refiner_working_bytes, what_would_fit
@@ -133,6 +135,11 @@ class Pipeline:
         request.validate()
         self.require(("decode",), decoder=request.decoder, video=request.video, audio=request.audio)
         return self._run("decode", request, hooks, lambda active: stages.decode(self, request, active))
+
+    def colours(self, request: ColoursRequest, hooks: StageHooks | None = None) -> PreviewColours:
+        """The map from latents to preview colours."""
+        self.require(("decode",), decoder="wan", audio=False)
+        return self._run("colours", request, hooks, lambda active: preview_colours(self))
 
     def close(self) -> None:
         """Frees the weights and cached features; the pipeline may be used again."""

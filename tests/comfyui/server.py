@@ -199,16 +199,17 @@ class Server:
         raise AssertionError(f"the prompt was not over after {seconds} s:\n{self.log_tail()}")
 
     def processes(self) -> dict[int, str]:
-        """The pack's own processes of this server, by the runtime folder in their environment: pid -> command line."""
+        """The pack's own processes of this server, by the runtime folder in their command line or environment: pid -> command line."""
         found = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit() or int(folder.name) in (os.getpid(), self.process.pid if self.process else 0):
                 continue
             try:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                inside = f"MAGI2_RUNTIME_DIR={self.runtime}".encode() in (folder / "environ").read_bytes().split(b"\0")
-                if inside and state not in "ZX":
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (folder / "cmdline").read_bytes()
+                ours = os.fsencode(self.runtime)
+                if state not in "ZX" and b"packages.py" in command and (ours in command or ours in (folder / "environ").read_bytes()):
+                    found[int(folder.name)] = command.replace(b"\0", b" ").decode()
             except OSError:
                 continue
         return found
