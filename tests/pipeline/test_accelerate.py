@@ -39,7 +39,7 @@ def test_choose_attention_errors_say_what_to_do() -> None:
     target = Target(device=CPU, dtype=torch.bfloat16, head_dim=128)
     with pytest.raises(DependencyError, match="attention 'fa3' cannot be used here: it needs a Hopper card"):
         choose_attention("fa3", target, "triton")
-    with pytest.raises(RequestError, match="attention 'xformers' is unknown. Use auto, fa3"):
+    with pytest.raises(RequestError, match=r"attention 'xformers' is unknown. Use auto, fa3"):
         choose_attention("xformers", target, "triton")
     assert choose_attention("auto", target, "reference").reason == "kernels reference"
 
@@ -53,7 +53,7 @@ def test_choose_attention_reads_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 def test_choose_step_on_a_cpu() -> None:
     assert choose_step("auto", CPU) == "eager"
-    for name, says in (("graph", "needs an accelerator"), ("fast", "use auto, eager, compile, graph")):
+    for name, says in ((r"graph", "needs an accelerator"), ("fast", "use auto, eager, compile, graph")):
         with pytest.raises(RequestError, match=says):
             choose_step(name, CPU)
 
