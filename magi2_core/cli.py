@@ -19,7 +19,7 @@ PROGRAM = "python -m magi2_core"
 DESCRIPTION = f"""\
 Makes a 10-second video with stereo sound from a prompt, or from a prompt and a picture, with MAGI-2 Preview.
 
-A first clip, with the small checkpoint that ships in this folder (20 seconds on a laptop):
+A first clip, with the small checkpoint that ships in this folder (under a minute on two idle cores):
   {PROGRAM} generate --prompt "a red circle moves to the right over a blue background, low hum" --output output/circle.mp4
 """
 
