@@ -12,7 +12,7 @@ import torch
 
 INTERPRETER = "interpreter"
 DEFAULT = "default"
-SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "musa": 196_608}
+SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "mp": 196_608}
 """Shared memory one block may take where it is more than the 101,376 bytes of all other cards."""
 SMALLEST_SHARED = 101_376
 T = TypeVar("T")
@@ -23,11 +23,11 @@ def _target(index: int) -> str:
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
-    return "musa" if target.backend.startswith("mu") else f"sm_{target.arch}"
+    return "mp" if target.backend.startswith("mu") else f"sm_{target.arch}"
 
 
 def architecture(device: torch.device) -> str:
-    """Name of the card's architecture: "sm_90", "musa", ..., or "interpreter" for CPU tensors under TRITON_INTERPRET=1.
+    """Name of the card's architecture: "sm_90", ..., "mp" for Moore Threads, or "interpreter" for CPU tensors under TRITON_INTERPRET=1.
 
     Raises RuntimeError for CPU tensors otherwise.
     """

@@ -95,8 +95,8 @@ def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
 
 def sort_routes(chosen: TopK, num_experts: int) -> Routes:
     """Groups the routes by flat expert; `num_experts` is E."""
-    sort = implementation(__name__, FILES).sort_routes
-    return Routes(*sort(chosen.ids, chosen.weights, num_experts), top_k=chosen.ids.shape[2])
+    tokens, weights, offsets, slots = implementation(__name__, FILES).sort_routes(chosen.ids, chosen.weights, num_experts)
+    return Routes(tokens, weights, offsets, slots, chosen.ids.shape[2])
 
 
 def plan_tiles(routes: Routes, rows: int) -> Tiles:

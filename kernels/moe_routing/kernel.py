@@ -29,13 +29,14 @@ class Blocks:
 
 
 TABLE = {
-    "sm_90": Blocks(rows=128, cols=32, warps=8, stages=3),
+    "sm_90": Blocks(rows=64, cols=16, warps=4, stages=3),
     "sm_100": Blocks(rows=64, cols=32, warps=4, stages=2),
-    "musa": Blocks(rows=32, cols=64, warps=4),
+    "mp": Blocks(rows=32, cols=64, warps=4),
     "interpreter": Blocks(rows=16, cols=16, warps=1),
     "default": Blocks(rows=64, cols=32, warps=8),
 }
 PARTS = 3
+MOST_ROUTES = 2**31 - 2**10
 COLUMNS = 1024
 """Elements a program of the small kernels takes."""
 
@@ -128,7 +129,7 @@ def _route(
 
 @triton.jit
 def _sort_keys(ids_ptr, keys_ptr, routes, per_head, experts, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < routes
     key = tl.load(ids_ptr + i, mask=mask, other=0) + (i // per_head) * experts
     tl.store(keys_ptr + i, key.to(keys_ptr.dtype.element_ty), mask=mask)
@@ -136,12 +137,12 @@ def _sort_keys(ids_ptr, keys_ptr, routes, per_head, experts, BLOCK: tl.constexpr
 
 @triton.jit
 def _unfold(order_ptr, weights_ptr, tokens_ptr, sorted_ptr, slots_ptr, routes, tokens, K: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < routes
-    order = tl.load(order_ptr + i, mask=mask, other=0)
-    tl.store(tokens_ptr + i, ((order // K) % tokens).to(tl.int32), mask=mask)
+    order = tl.load(order_ptr + i, mask=mask, other=0).to(tl.int32)
+    tl.store(tokens_ptr + i, (order // K) % tokens, mask=mask)
     tl.store(sorted_ptr + i, tl.load(weights_ptr + order, mask=mask, other=0.0), mask=mask)
-    tl.store(slots_ptr + i, order.to(tl.int32), mask=mask)
+    tl.store(slots_ptr + i, order, mask=mask)
 
 
 @triton.jit
@@ -261,6 +262,8 @@ def _sort_op(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Te
 
 def sort_routes(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """tokens, weights, offsets and slots, as in `Routes`."""
+    if ids.numel() >= MOST_ROUTES:
+        raise ValueError(f"there are {ids.numel()} routes, the kernels count to {MOST_ROUTES - 1}: split the tokens or the heads.")
     return _sort_op(ids, weights, num_experts)
 
 

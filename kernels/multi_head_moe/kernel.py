@@ -38,7 +38,7 @@ TABLE = {
     "sm_90": Blocks(rows=128, inner=64, warps=4, stages=2, loads=HOPPER),
     "sm_100": Blocks(rows=128, inner=32, warps=8, stages=3, loads=DESCRIPTOR),
     "sm_80": Blocks(rows=64, inner=32, warps=8, stages=2),
-    "musa": Blocks(rows=64, inner=64, channels=64, warps=8, stages=1),
+    "mp": Blocks(rows=64, inner=64, channels=64, warps=8, stages=1),
     "interpreter": Blocks(rows=16, inner=16, channels=16, warps=1, stages=1),
     "default": Blocks(rows=64, inner=16, warps=8, stages=2),
 }

@@ -183,7 +183,7 @@ def test_preview_dispatcher_seam_heads_apart_equal_heads_together(
     whole = velocity(video, audio, 300)
     moe = small_model.block.layers[1].mlp.moe_mlp
     half = moe.gate.shape[0] // 2
-    names = ("gate", "W_gate", "W_up", "W_down", "router.expert_bias", "router.expert_bias_ema")
+    names = ("gate", "W13", "W_down", "router.expert_bias", "router.expert_bias_ema")
     full = {name: moe.get_parameter(name).data for name in names}
 
     class OneAfterTheOther:
