@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from magi2_core.commands import fleet_options
+
 from . import __version__
 from .errors import DependencyError, Magi2Error, OutOfMemoryError, RequestError
 
@@ -31,6 +33,16 @@ examples:
   {PROGRAM} generate --prompt "a green square moves to the left over a gray background, low wind" --image square.png --seed 7
   {PROGRAM} generate --checkpoint /models/MAGI-2-preview --size 1080p --prompt-file scene.txt --output scene.mp4
   {PROGRAM} generate --from-latents scene.latents.safetensors --decoder wan --output scene_quality.mp4
+"""
+
+RUN = f"""\
+Runs a workflow that was saved in ComfyUI, in the UI or the API format, and fetches the files it writes. Uses the ComfyUI at --server, or
+starts one without a window from --comfyui, or takes the one that answers at http://127.0.0.1:8188, or starts the one in COMFYUI_PATH.
+
+examples:
+  {PROGRAM} run workflows/magi2_text_to_video.json --set Sampler.seed=7 --output output
+  {PROGRAM} run workflows/magi2_image_to_video.json --set "Load Image.image=first.png" --comfyui ~/ComfyUI --output clip.mp4
+  {PROGRAM} run workflows/api/magi2_1080p.json --server http://127.0.0.1:8188 --set "Load Model.checkpoint=MAGI-2-preview"
 """
 
 MAKE_TINY = f"""\
@@ -98,6 +110,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="arithmetic (default: bfloat16 on a card, float32 on a CPU)")
     group.add_argument("--kernels", choices=("auto", "triton", "reference"), help="which kernels (default: MAGI2_KERNELS, else auto)")
     group.add_argument("--deterministic", action="store_true", help="the same bits on every run on this machine (slower)")
+    fleet_options.add_backend(group)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +121,22 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decoder", choices=("turbo", "wan"), default="turbo", help="turbo (fast, default) or wan (quality)")
     group.add_argument(
         "--save-latents", action=argparse.BooleanOptionalAction, default=True, help="keep the latents beside the clip (default: yes)"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workflow", metavar="FILE.json", help="a workflow as ComfyUI saved it (UI format or API format)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="NODE.INPUT=VALUE",
+        help="change an input first; NODE is an id, a title or a class; a file is uploaded when the input takes files (may be repeated)",
+    )
+    parser.add_argument("--output", metavar="DIR|FILE", help="folder for the files it writes, or the name of its only one (default: output)")
+    parser.add_argument("--server", metavar="URL", help="a running ComfyUI")
+    parser.add_argument("--comfyui", metavar="DIR", help="a ComfyUI folder: start it without a window, and end it afterwards")
+    parser.add_argument(
+        "--comfyui-python", metavar="FILE", help="interpreter that has ComfyUI's packages (default: COMFYUI_PYTHON, its own venv, this one)"
     )
 
 
@@ -130,6 +159,9 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (_add_prompt, _add_sampling, _add_output, _add_machine):
         add(generate)
 
+    saved = _command(commands, "run", "run a saved ComfyUI workflow", RUN)
+    _add_run(saved)
+
     tiny = _command(commands, "make-tiny", "write a small random checkpoint for tests", MAKE_TINY)
     tiny.add_argument("folder", metavar="DIR", help="folder to write; must be new or empty")
     tiny.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: 0)")
@@ -146,6 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="read every file and compare with the checkpoint's SHA-256 manifest (minutes)"
     )
     doctor.add_argument("--write-manifest", action="store_true", help="write the SHA-256 manifest of a checkpoint you trust (minutes)")
+    fleet_options.add_commands(lambda name, summary, text: _command(commands, name, summary, text), PROGRAM)
     return parser
 
 
@@ -167,7 +200,8 @@ TINY_SIZES = {
 
 
 def _run(options: argparse.Namespace) -> int:
-    module = importlib.import_module(f"magi2_core.commands.{options.command.replace('-', '_')}")
+    name = "fleet" if options.command in fleet_options.COMMANDS else options.command.replace("-", "_")
+    module = importlib.import_module(f"magi2_core.commands.{name}")
     try:
         return module.run(options)
     except (Magi2Error, KeyboardInterrupt):

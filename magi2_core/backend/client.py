@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import magi2_core
-from magi2_core import env, errors
+from magi2_core import env
 from magi2_core.errors import BackendDiedError, Magi2Error, RequestError
 
 from . import launcher, messages, runtime
@@ -317,9 +317,8 @@ class BackendClient:
 
 def rebuild_error(header: dict[str, Any]) -> Magi2Error:
     """The error of an `error` frame, of its own type where it is one of the pack's."""
-    kind = getattr(errors, header["error"], None)
-    is_ours = isinstance(kind, type) and issubclass(kind, Magi2Error)
-    error: Magi2Error = kind(header["text"]) if is_ours else BackendDiedError(f"{header['error']}: {header['text']}")
+    kind = launcher.error_type(header["error"])
+    error = BackendDiedError(f"{header['error']}: {header['text']}") if kind is None else kind(header["text"])
     error.details = header["details"]
     return error
 

@@ -256,13 +256,12 @@ class Fleet:
                 waiting.discard(happened[1]["rank"])
 
     def _error(self, answer: dict[str, Any], rank: int) -> Magi2Error:
-        kind = getattr(errors, answer["error"], None)
-        is_ours = isinstance(kind, type) and issubclass(kind, Magi2Error)
+        kind = launcher.error_type(answer["error"])
         where = f"rank {rank}, stage {answer['stage']}, step {answer['step']}"
-        text = answer["text"] if is_ours else f"{answer['error']}: {answer['text']}"
-        if kind is errors.RequestError:
-            return self._detailed(kind(text), rank, answer)
-        made = (kind if is_ours else BackendDiedError)(f"{text} ({where})" if is_ours else f"{where}: {text}\n{self._tail_text(rank)}")
+        if kind is None:
+            made: Magi2Error = BackendDiedError(f"{where}: {answer['error']}: {answer['text']}\n{self._tail_text(rank)}")
+        else:
+            made = kind(answer["text"] if kind is errors.RequestError else f"{answer['text']} ({where})")
         return self._detailed(made, rank, answer)
 
     def _detailed(self, error: Magi2Error, rank: int | None, place: dict[str, Any]) -> Magi2Error:

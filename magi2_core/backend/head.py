@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ class Head:
             if job.cancelled.is_set():
                 raise Interrupted(f"{job.stage}: cancelled before it began.")
             result = self.fleet.run(job.number, job.message, job.body, lambda event: self._on_event(job, event))
-            self._end_job(job, self._done(job, result, time.monotonic() - begun), result.body)
+            self._end_job(job, *self._done(job, result, time.monotonic() - begun))
         except Magi2Error as error:
             self._end_job(job, error_header(job.id, error))
         except Exception as error:
@@ -239,12 +240,22 @@ class Head:
             self.fleet.kill()
             self._end_job(job, error_header(job.id, Magi2Error(f"the head failed: {type(error).__name__}: {error}")))
 
-    def _done(self, job: Job, result: StageResult, seconds: float) -> dict[str, Any]:
+    def _done(self, job: Job, result: StageResult, seconds: float) -> tuple[dict[str, Any], Path | None]:
         metrics = {"stage": job.stage, "seconds": seconds, "generation": self.fleet.generation, "ranks": result.ranks}
         metrics["request_bytes"] = job.body.stat().st_size if job.body is not None else 0
         metrics["result_bytes"] = result.body.stat().st_size if result.body is not None else 0
         self._metrics = [*self._metrics[-7:], {"number": job.number, **metrics}]
-        return {"kind": "done", "job": job.id, "message": result.message, "metrics": metrics, "frames": result.frames}
+        header = {"kind": "done", "job": job.id, "metrics": metrics}
+        if result.frames is None or self.is_local:
+            return {**header, "message": result.message, "frames": result.frames}, result.body
+        # A client on another machine cannot map a file: the frames travel in the body.
+        clip = messages.unpack(result.message, result.body)
+        frames = messages.map_frames(Path(result.frames["path"]), result.frames["shape"])
+        path = self.work / f"{job.number}.clip"
+        message, _ = messages.pack_to_file(replace(clip, frames=frames), path)
+        if result.body is not None:
+            result.body.unlink(missing_ok=True)
+        return {**header, "message": message, "frames": None}, path
 
     def _end_job(self, job: Job, header: dict[str, Any], body: Path | None = None) -> None:
         job.drop_request()
@@ -272,6 +283,8 @@ class Head:
         self.fleet.kill()
         self._server.close()
         runtime.remove_stale(self.folder, self.name)
+        if self.spec.mode == "auto":
+            (self.folder / f"{self.name}.lock").unlink(missing_ok=True)  # nobody else may ever want this name
         for handler in logging.getLogger().handlers:
             handler.flush()
         os._exit(0)
@@ -288,9 +301,15 @@ def _names_tensor(value: Any) -> bool:
     return isinstance(value, list) and any(_names_tensor(item) for item in value)
 
 
-def run_head(name: str, spec: BackendSpec, folder: Path, address: str = "") -> int:
-    """Runs a head until it is told to end; HEAD_EXISTS when another one of this name lives. Raises Magi2Error when it cannot start."""
+def run_head(
+    name: str, spec: BackendSpec, folder: Path, address: str = "", *, on_ready: Callable[[str], None] = lambda address: None
+) -> int:
+    """Runs a head until it is told to end; HEAD_EXISTS when another one of this name lives. Raises Magi2Error when it cannot start.
+
+    `on_ready` gets the address once clients can connect.
+    """
     folder = runtime.prepare(folder)
+    runtime.prune(folder)
     lock = runtime.HeadLock(folder, name)
     if not lock.acquire():
         return HEAD_EXISTS
@@ -304,6 +323,7 @@ def run_head(name: str, spec: BackendSpec, folder: Path, address: str = "") -> i
     head.publish()
     log.info("head %s (pid %d) listens at %s", name, os.getpid(), head.address)
     threading.Thread(target=head.work_loop, name="magi2-jobs", daemon=True).start()
+    on_ready(head.address)
     while True:
         signal.pause() if hasattr(signal, "pause") else time.sleep(1.0)
 

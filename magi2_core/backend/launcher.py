@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from magi2_core import env, packages
-from magi2_core.errors import BackendDiedError, DependencyError, RequestError
+from magi2_core import env, errors, packages
+from magi2_core.errors import BackendDiedError, DependencyError, Magi2Error, RequestError
 
 from . import runtime
 from .spec import BackendSpec
@@ -48,7 +48,8 @@ class _Spawner:
             if self._executor is None or self._pid != os.getpid():
                 self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="magi2-spawn")
                 self._pid = os.getpid()
-        return self._executor.submit(subprocess.Popen, list(command), **options).result()
+        executor = self._executor
+        return executor.submit(lambda: subprocess.Popen(list(command), **options)).result()
 
 
 _spawner = _Spawner()
@@ -114,7 +115,8 @@ def start_child(
     """
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     runtime.rotate(log)
-    options: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {}
+    # 0x200: CREATE_NEW_PROCESS_GROUP, which only exists there.
+    options: dict[str, Any] = {"creationflags": 0x200} if sys.platform == "win32" else {}
     python = env.worker_python()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
         try:
@@ -159,8 +161,6 @@ def start_head(spec: BackendSpec, name: str, folder: Path) -> Child:
 
 def head_failure(log: Path, start: int, what: str) -> Exception:
     """The error that a head wrote into its log as its last line, of its own type; else BackendDiedError with the end of the log."""
-    from magi2_core import errors
-
     try:
         with open(log, "rb") as source:
             source.seek(start)
@@ -169,10 +169,16 @@ def head_failure(log: Path, start: int, what: str) -> Exception:
         text = ""
     found = re.findall(r"^fatal (\w+): (.*)$", text, re.MULTILINE)
     if found:
-        kind = getattr(errors, found[-1][0], None)
-        if isinstance(kind, type) and issubclass(kind, errors.Magi2Error):
+        kind = error_type(found[-1][0])
+        if kind is not None:
             return kind(found[-1][1])
     return BackendDiedError(f"{what}. Its log ({log}) ends with:\n{runtime.log_tail(log)}")
+
+
+def error_type(name: str) -> type[Magi2Error] | None:
+    """The pack's error of that name; None when it is no error of the pack."""
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Magi2Error) else None
 
 
 def device_variables(device: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ PROTOCOL = 1
 SOCKET_PATH_BYTES = 100
 """A Unix socket's name may have 107 bytes on Linux and 103 on macOS."""
 
-LOG_BYTES, LOG_KEPT = 8 << 20, 3
+LOG_BYTES, LOG_KEPT, KEPT_LOG_FOLDERS = 8 << 20, 3, 10
 TAIL_LINES = 20
 SPARE_BYTES = 16 << 20
 """Left free in the runtime directory beside what is asked for: logs and small files of other jobs."""
@@ -150,11 +150,9 @@ class HeadLock:
         self._file = file
         return True
 
-    def release(self, *, remove: bool = False) -> None:
-        """Lets go. The file stays unless nobody else can want it: a waiter may have it open already."""
+    def release(self) -> None:
+        """Lets go. The file stays: somebody may have it open already."""
         if self._file is not None:
-            if remove:
-                self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None
 
@@ -167,6 +165,20 @@ def remove_stale(folder: Path, key: str) -> None:
     for path in work.iterdir() if work.is_dir() else ():
         if path.name != "logs":
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def prune(folder: Path) -> None:
+    """Removes the oldest folders of logs of heads that are gone, all but the newest few."""
+    folders = sorted((path for path in folder.iterdir() if path.is_dir() and path.name != "logs"), key=lambda path: path.stat().st_mtime)
+    for path in folders[:-KEPT_LOG_FOLDERS]:
+        lock = HeadLock(folder, path.name)
+        if lock.acquire():
+            remove_stale(folder, path.name)
+            shutil.rmtree(path, ignore_errors=True)
+            for log in (folder / "logs").glob(f"{path.name}.log*"):
+                log.unlink(missing_ok=True)
+            (folder / f"{path.name}.lock").unlink(missing_ok=True)
+            lock.release()
 
 
 def check_room(folder: Path, wanted: int, what: str) -> None:

@@ -55,9 +55,9 @@ class BackendSpec:
             raise RequestError(f"layout {self.layout!r}: use auto, or a name as cp8ep4.")
         if self.mode == "attach" and not self.address:
             raise RequestError("backend mode attach needs the address that `python -m magi2_core serve` printed.")
-        for name, value in (("idle minutes", self.idle_minutes), ("step seconds", self.step_seconds)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e6:
-                raise RequestError(f"{name} {value!r}: use a number from 0 (never) to 1000000.")
+        for name, seconds in (("idle minutes", self.idle_minutes), ("step seconds", self.step_seconds)):
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= 1e6:
+                raise RequestError(f"{name} {seconds!r}: use a number from 0 (never) to 1000000.")
 
     @property
     def key(self) -> str:

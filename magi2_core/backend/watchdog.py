@@ -82,7 +82,9 @@ class Watchdog:
             self._reported = position
             frames: dict[int, Any] = sys._current_frames()
             waits = is_exchanging(frames.get(self._watched or 0))
-            sys.stderr.write(f"watchdog: {position.stage} has not moved for {time.monotonic() - position.since:.1f} s after step {position.step}; stacks follow\n")
+            sys.stderr.write(
+                f"watchdog: {position.stage} has not moved for {time.monotonic() - position.since:.1f} s after step {position.step}; stacks follow\n"
+            )
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             self._on_stall(position, waits)

@@ -15,11 +15,11 @@ from magi2_core.errors import EnhanceError, Interrupted, Magi2Error
 from magi2_core.media import mux
 from magi2_core.media.image import encode_jpeg
 from magi2_core.media.metadata import build_metadata
-from magi2_core.pipeline.build import build_pipeline
 from magi2_core.pipeline.hooks import StageHooks
 from magi2_core.request import Clip, Latents, save_latents
 from magi2_core.text.enhance import EnhanceSettings, enhance
 
+from . import fleet
 from .cancel import Cancel
 from .plan import Plan, fill_sample, make_plan
 from .progress import ProgressBar, clock_text
@@ -73,10 +73,7 @@ def _keep(plan: Plan, latents: Latents, bar: ProgressBar) -> None:
 
 
 def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: ProgressBar) -> None:
-    pipeline = build_pipeline(
-        plan.checkpoint.path, device=options.device, dtype=options.dtype, kernels=options.kernels or "auto", hooks=hooks
-    )
-    pipeline.require(plan.stages, image=plan.encode is not None and plan.encode.image is not None, decoder=plan.decode.decoder)
+    pipeline = fleet.open_pipeline(plan, options, hooks)
     conditioning = None if plan.encode is None else pipeline.encode(plan.encode)
     latents = plan.latents
     if plan.sample is not None:

@@ -101,12 +101,14 @@ def test_raise_on_one_rank(fleet, faults, latents, sample, helper) -> None:
     faults.arm("raise", 1, "preview", 2)
     error, seconds, pids = fail(fleet, sample(), helper)
     assert isinstance(error, BackendDiedError) and "rank 1, stage preview, step 2: ValueError: a fault of the tests" in str(error)
-    assert seconds < REPORT_SECONDS and "Traceback" in error.details["log_tail"]
+    assert seconds < REPORT_SECONDS and "in _note" in error.details["log_tail"]
     assert runtime.wait_gone(pids[1:], 5)
     assert fleet.submit(sample()).result(60).sha256() == latents.sha256()
 
 
-@pytest.mark.parametrize(("kind", "rank", "wanted"), [("oom", 1, OutOfMemoryError), ("oom", 0, OutOfMemoryError), ("refuse", 1, RequestError)])
+@pytest.mark.parametrize(
+    ("kind", "rank", "wanted"), [("oom", 1, OutOfMemoryError), ("oom", 0, OutOfMemoryError), ("refuse", 1, RequestError)]
+)
 def test_failure_that_leaves_the_fleet_alive(fleet, faults, latents, sample, helper, kind: str, rank: int, wanted: type) -> None:
     fleet.submit(sample(num_inference_steps=1)).result(60)  # loaded, so that only the fault can make the next job slow
     faults.arm(kind, rank, "preview", 2)
