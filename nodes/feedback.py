@@ -80,10 +80,9 @@ class Feedback:
     def _picture(self, event: Progress) -> Any:
         return None if self.previewer is None or event.preview is None else self.previewer.picture(event.preview)
 
-    def finish(self) -> None:
-        """Fills the bar; other browsers see that the job is over."""
+    def fill(self) -> None:
+        """Fills the bar."""
         self.bar.update_absolute(self.total, self.total)
-        self.clear()
 
     def clear(self) -> None:
         """Ends what the status route and other browsers show of this job."""

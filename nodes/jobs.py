@@ -52,7 +52,7 @@ def run_job(model: ModelHandle, request: Any, feedback: Feedback) -> Any:
                 _keep_partial(event.value)
             elif event.kind == "done":
                 finished = True
-                feedback.finish()
+                feedback.fill()
                 return event.value
             else:
                 finished = True
@@ -60,6 +60,7 @@ def run_job(model: ModelHandle, request: Any, feedback: Feedback) -> Any:
     finally:
         if not finished:
             _cancel(job)
+        feedback.clear()
 
 
 def prepare_previews(model: ModelHandle) -> Previewer | None:

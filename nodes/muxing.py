@@ -68,7 +68,9 @@ def mux(inputs: MuxInputs, feedback: Feedback) -> Path:
             replace_audio(_source(inputs.video, path), waveform, sample_rate=rate, output=path)
     except Interrupted as error:
         raise_interrupt(error)
-    feedback.finish()
+    finally:
+        feedback.clear()
+    feedback.fill()
     return path
 
 

@@ -117,8 +117,10 @@ class PromptEnhance(io.ComfyNode):
         settings.validate()
         jpeg = None if picture is None else encode_jpeg(picture)
         feedback.say(f"asking {settings.model}")
-        caption = wait_for(lambda: enhance(prompt, settings=settings, key=env.api_key(), image_jpeg=jpeg))
+        try:
+            caption = wait_for(lambda: enhance(prompt, settings=settings, key=env.api_key(), image_jpeg=jpeg))
+        finally:
+            feedback.clear()
         if not caption.strip():
             raise EnhanceError(f"{settings.model} answered with an empty caption. Queue again, or use another model.")
-        feedback.clear()
         return io.NodeOutput(caption)

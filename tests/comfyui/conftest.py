@@ -38,7 +38,7 @@ def server(installation: Installation, tmp_path_factory: pytest.TempPathFactory)
         yield started
     finally:
         started.stop()
-        left = started.wait_processes_gone(10)
+        left = started.wait_gone(started.processes, 10)
         for pid in left:
             import os
             import signal

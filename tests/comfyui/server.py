@@ -214,12 +214,16 @@ class Server:
                 continue
         return found
 
-    def wait_processes_gone(self, seconds: float) -> dict[int, str]:
-        """Waits until none of the pack's processes is left; returns those that are."""
+    def workers(self) -> dict[int, str]:
+        """Those of `processes` that hold weights; the head stays until ComfyUI ends."""
+        return {pid: command for pid, command in self.processes().items() if "backend.head" not in command}
+
+    def wait_gone(self, look: Callable[[], dict[int, str]], seconds: float) -> dict[int, str]:
+        """Waits until `look` (processes or workers) finds none; returns what it still finds."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and self.processes():
+        while time.monotonic() < until and look():
             time.sleep(0.05)
-        return self.processes()
+        return look()
 
 
 def _read_binary(run: Run, frame: bytes) -> None:

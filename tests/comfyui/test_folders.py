@@ -59,7 +59,7 @@ def bare(installation: Installation, tmp_path_factory: pytest.TempPathFactory):
     started = Server(installation, base, *arguments, MAGI2_PYTHON=str(python)).start()
     yield started
     started.stop()
-    assert started.wait_processes_gone(10) == {}
+    assert started.wait_gone(started.processes, 10) == {}
 
 
 def test_nodes_are_listed_without_heavy_packages(bare: Server) -> None:

@@ -86,7 +86,7 @@ def test_decode_to_tensors_and_file_agree(server: Server) -> None:
 
 def test_first_frame_batch_alpha_and_aspect(server: Server) -> None:
     graph = graphs.to_file(steps=2)
-    graph["7"] = {"class_type": "TestBatch", "inputs": {"count": 3, "width": 61, "height": 200}}
+    graph["7"] = {"class_type": "TestBatch", "inputs": {"count": 3, "width": 101, "height": 130}}
     graph["2"]["inputs"]["first_frame"] = ["7", 0]
     run = server.run(graph)
     assert run.status == "success", run.history["status"]

@@ -14,18 +14,18 @@ from server import Server
 
 def test_unrelated_prompt_and_unload_models_keep_the_fleet(server: Server) -> None:
     assert server.run(graphs.to_file(steps=1)).status == "success"
-    fleet = server.processes()
+    fleet = server.workers()
     assert fleet
     assert server.run(graphs.UNRELATED).status == "success"
     time.sleep(12)  # the host collects garbage up to ten seconds after a prompt
-    assert server.processes() == fleet
+    assert server.workers() == fleet
 
 
 def test_free_memory_releases_the_fleet(server: Server) -> None:
     assert server.run(graphs.to_file(steps=1)).status == "success"
-    assert server.processes()
+    assert server.workers()
     server.post("/free", {"unload_models": True, "free_memory": True})
-    assert server.wait_processes_gone(15) == {}
+    assert server.wait_gone(server.workers, 15) == {}
     assert server.run(graphs.to_file(steps=1)).status == "success"
 
 
@@ -34,7 +34,7 @@ def test_unload_node_releases_and_passes_through(server: Server) -> None:
     graph["5"] = {"class_type": "Magi2Unload", "inputs": {"passthrough": ["4", 0]}}
     graph["6"] = {"class_type": "Magi2SaveLatent", "inputs": {"latent": ["5", 0], "filename_prefix": "magi2/after"}}
     assert server.run(graph).status == "success"
-    assert server.wait_processes_gone(10) == {}
+    assert server.wait_gone(server.workers, 10) == {}
     assert server.run(graph).cached.isdisjoint({"5"})
 
 
@@ -49,9 +49,9 @@ def test_routes_tell_and_release(server: Server) -> None:
     assert server.request("POST", "/magi2/release", b"{" + b" " * 5000 + b"}")[0] == 413
     assert server.request("POST", "/magi2/release", {}, {"Origin": "http://evil.example"})[0] == 403
     assert server.request("GET", "/magi2/release")[0] == 405
-    assert server.processes()
+    assert server.workers()
     assert server.request("POST", "/magi2/release", {}) == (200, {"released": 1})
-    assert server.wait_processes_gone(10) == {}
+    assert server.wait_gone(server.workers, 10) == {}
 
 
 def test_status_route_shows_the_running_job_to_anybody(server: Server) -> None:
@@ -105,15 +105,10 @@ def test_host_ends_and_leaves_no_process(installation: Installation, tmp_path: P
         if way == "execv":
             time.sleep(1)
             assert own.process.poll() is None
-        assert own.wait_processes_gone(10) == {}
+        assert own.wait_gone(own.processes, 10) == {}
+        left = [path.name for path in own.runtime.rglob("*") if not path.is_dir() and "logs" not in path.parts]
+        assert left == []
     finally:
         own.kill()
-        for pid in own.wait_processes_gone(5):
+        for pid in own.wait_gone(own.processes, 5):
             os.kill(pid, signal.SIGKILL)
-
-
-def test_no_runtime_files_are_left(server: Server) -> None:
-    server.request("POST", "/magi2/release", {})
-    assert server.wait_processes_gone(10) == {}
-    left = [path.name for path in server.runtime.rglob("*") if path.is_file() and "logs" not in path.parts]
-    assert left == []
