@@ -36,6 +36,10 @@ setup() {
     install_torch || fail "torch could not be installed; see the lines above."
     echo "Installing the other packages ..."
     "$PY" -m pip install --quiet -r tests/requirements.txt || fail "packages could not be installed; see the lines above."
+    # A CPU build of torch brings no Triton; the kernel tests run it in its interpreter. One that is there stays.
+    if [ "$(uname -s)" = Linux ] && ! "$PY" -c 'import triton' 2>/dev/null; then
+      "$PY" -m pip install --quiet triton==3.6.0 || fail "triton could not be installed; see the lines above."
+    fi
     cat requirements.txt tests/requirements.txt >"$stamp"
   fi
 }
