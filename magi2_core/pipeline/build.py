@@ -23,11 +23,11 @@ from magi2_core.checkpoint.manifest import checkpoint_hash
 from magi2_core.checkpoint.slices import is_expert_tensor
 from magi2_core.config import GenerationDefaults, PreviewConfig
 from magi2_core.errors import CheckpointError, DependencyError, RequestError
+from magi2_core.media.preview import ColoursRequest, PreviewColours
 from magi2_core.parallel.apply import absent_refiner, apply_parallel
 from magi2_core.parallel.collectives import check_same
 from magi2_core.parallel.groups import Groups
 from magi2_core.parallel.lockstep import Alone, Lockstep
-from magi2_core.media.preview import ColoursRequest, PreviewColours
 from magi2_core.request import Clip, Conditioning, DecodeRequest, EncodeRequest, Latents, RefineRequest, SampleRequest
 from magi2_core.shapes import VideoShape
 from magi2_kernels.common import choice
@@ -250,18 +250,22 @@ class Pipeline:
         return f"{fits} More devices, or other components on the CPU, make room too."
 
 
-def choose_kernels(name: str, device: torch.device) -> str:
-    """The implementation for `auto`, `triton` or `reference`: auto is Triton on an accelerator and plain PyTorch on the CPU.
+def choose_kernels(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """The implementation for `auto`, `triton` or `reference`: auto is Triton on an accelerator in bfloat16, plain PyTorch otherwise.
 
-    Raises RequestError on an unknown name, DependencyError when Triton is needed and absent.
+    Raises RequestError on an unknown name or a type that the kernels do not take, DependencyError when Triton is needed and absent.
     """
     name = env.kernel_choice() if name == "auto" else name
     if name not in ("auto", *choice.IMPLEMENTATIONS):
         raise RequestError(f"kernels {name!r}: use auto, {' or '.join(choice.IMPLEMENTATIONS)}.")
-    chosen = ("reference" if device.type == "cpu" else "triton") if name == "auto" else name
+    chosen = ("reference" if device.type == "cpu" or dtype != torch.bfloat16 else "triton") if name == "auto" else name
     if chosen == "triton" and importlib.util.find_spec("triton") is None:
         raise DependencyError(
             "kernels triton: the package triton is absent. Install it: pip install triton, or use kernels=reference (slower)."
+        )
+    if chosen == "triton" and dtype != torch.bfloat16:
+        raise RequestError(
+            "kernels triton: the experts' kernel takes bfloat16. Use dtype bfloat16, or kernels auto or reference with float32."
         )
     return chosen
 
@@ -305,7 +309,7 @@ def build_pipeline(
     devices.use_full_fp32()
     env.set_deterministic_workspace()
     devices.synchronize(target)  # initialises the device: its memory statistics raise before that
-    implementation, groups = choose_kernels(kernels, target), groups or Groups.local()
+    implementation, groups = choose_kernels(kernels, target, chosen), groups or Groups.local()
     _check_groups(folder, groups, step)
     width = components.preview_config(folder).head_dim if "preview" in catalog.present_components(folder) else PreviewConfig.head_dim
     launch = accelerate.choose_launch(attention, step, Target(device=target, dtype=chosen, head_dim=width), implementation, groups)

@@ -43,13 +43,14 @@ def flops(i: dict[str, Any]) -> float:
 def probe(i: dict[str, Any], attend: Any) -> float:
     """Largest relative error of result and log-sum on random rows of every sequence against float64."""
     out, lse = attend(i["q"], i["k"], i["v"], i["cu_seqlens"])
+    device, width = out.device, out.shape[2]
     assert torch.isfinite(out).all() and torch.isfinite(lse).all(), "not finite"
     worst = 0.0
     for start, stop in i["cu_seqlens"].bounds:
-        rows = torch.randint(start, stop, (PROBES // 2,), device="cuda")
-        rows = torch.cat([rows, torch.tensor([start, stop - 1], device="cuda")])
+        rows = torch.randint(start, stop, (PROBES // 2,), device=device)
+        rows = torch.cat([rows, torch.tensor([start, stop - 1], device=device)])
         for head in range(i["q"].shape[1]):
-            scores = i["q"][rows, head].double() @ i["k"][start:stop, head].double().T / WIDTH**0.5
+            scores = i["q"][rows, head].double() @ i["k"][start:stop, head].double().T / width**0.5
             want, want_lse = scores.softmax(-1) @ i["v"][start:stop, head].double(), scores.logsumexp(-1)
             error = (out[rows, head].double() - want).norm() / want.norm()
             worst = max(worst, error.item(), ((lse[rows, head].double() - want_lse).norm() / want_lse.norm()).item())

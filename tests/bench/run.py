@@ -23,8 +23,8 @@ import whole  # noqa: E402
 from registry import SHAPES, Entry, entries  # noqa: E402
 from verify import check  # noqa: E402
 
-LAYER_TOLERANCE = 2.5e-2
-"""Of what a layer adds: twice the difference that the released code has between compiled and eager (1.6 %) is not allowed."""
+LAYER_MARGIN = 1.25
+"""A layer may be so much further from fp32 than the plain bf16 kernels are (near ties of the router fall by chance)."""
 
 
 class Report:
@@ -67,7 +67,7 @@ def run_entry(entry: Entry, shape: str, report: Report, theirs: dict[str, float]
     torch.manual_seed(0)
     inputs = entry.make(shape)
     error = check(entry, inputs)
-    if error > entry.tolerance:
+    if not error <= entry.tolerance:
         print(f"{entry.name:28} {shape:5} REFUSED: error {error:.2e} above {entry.tolerance:.0e}; nothing is timed", flush=True)
         return False
     with torch.no_grad():
@@ -89,13 +89,13 @@ def run_entry(entry: Entry, shape: str, report: Report, theirs: dict[str, float]
 def run_layer(shape: str, report: Report, theirs: dict[str, float], profile: Path | None) -> bool:
     """One MoE layer; False when it differs from the plain implementation."""
     made, context = whole.layer(), whole.tokens(shape)
-    error = whole.layer_error(made)
-    if not error <= LAYER_TOLERANCE:
-        print(f"layer {shape} REFUSED: error {error:.2e} above {LAYER_TOLERANCE:.0e}", flush=True)
+    error, plain = whole.layer_errors(made)
+    if not error <= LAYER_MARGIN * plain:
+        print(f"layer {shape} REFUSED: error {error:.2e} against fp32, the plain bf16 kernels have {plain:.2e}", flush=True)
         return False
     x = whole.streams(context.cu_seqlens.total)
     times = measure.timed(lambda: made(x, context))
-    numbers: dict[str, Any] = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "error": error}
+    numbers: dict[str, Any] = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "error": error, "plain_error": plain}
     numbers |= report.rates(times.median, whole.layer_flops(context), None)
     for name in ("layer", "layer compiled"):
         if name in theirs:

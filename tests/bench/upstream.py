@@ -18,9 +18,11 @@ STUBBED: list[str] = []
 
 
 def _stub(name: str, **members: Any) -> None:
-    if importlib.util.find_spec(name) is not None:
+    top = name.partition(".")[0]
+    if top not in STUBBED and importlib.util.find_spec(top) is not None:
         return
     module = types.ModuleType(name)
+    module.__path__ = []
     vars(module).update(members)
     module.__spec__ = importlib.util.spec_from_loader(name, None)
     sys.modules[name] = module

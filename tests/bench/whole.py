@@ -4,7 +4,7 @@ A step runs 40 layers; as many distinct layers as fit are made and cycled over, 
 (the experts of one layer alone are 6 GB, the cache is 60 MB). Nothing is extrapolated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,31 +33,34 @@ def fill(module: nn.Module) -> nn.Module:
 
 def tokens(shape: str) -> Any:
     """The context of a request of this shape: both branches packed."""
+    return _context((FRAMES, *GRIDS[shape]), AUDIO, (TEXT, NEGATIVE), 16, "cuda")
+
+
+def _context(grid: tuple[int, int, int], audio: int, texts: tuple[int, int], bands: int, device: str) -> Any:
     from magi2_core.model.packing import ItemShape, TokenContext, pack
     from magi2_core.model.rope import default_bands, rope_table
     from magi2_core.shapes import LatentShape
 
-    height, width = GRIDS[shape]
-    video = LatentShape(frames=FRAMES, height=height, width=width, channels=48)
-    sequence = pack([ItemShape(video=video, audio=AUDIO, text=count) for count in (TEXT, NEGATIVE)], device="cuda")
-    return TokenContext(sequence.segments, rope_table(sequence.coords, default_bands(16).cuda()), sequence.cu_seqlens)
+    video = LatentShape(frames=grid[0], height=grid[1], width=grid[2], channels=48)
+    sequence = pack([ItemShape(video=video, audio=audio, text=count) for count in texts], device=device)
+    return TokenContext(sequence.segments, rope_table(sequence.coords, default_bands(bands).to(device)), sequence.cu_seqlens)
 
 
-def layer(index: int = MOE_LAYER) -> Any:
-    """A layer on the GPU, prepared for the chosen kernels."""
+def layer(index: int = MOE_LAYER, *, config: Any = None, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A layer with random weights, prepared for the chosen kernels; of the released sizes without a `config`."""
     from magi2_core.config import PreviewConfig
     from magi2_core.model.block import PreviewLayer
 
     with torch.device("meta"):
-        made = PreviewLayer(PreviewConfig(), index, torch.bfloat16)
-    made = fill(made.to_empty(device="cuda")).requires_grad_(False)
-    made.prepare(torch.bfloat16)
+        made = PreviewLayer(config or PreviewConfig(), index, dtype)
+    made = fill(made.to_empty(device=device)).requires_grad_(False)
+    made.prepare(dtype)
     return made
 
 
-def streams(rows: int) -> Tensor:
-    """[S, 4, 3072]."""
-    return torch.randn(rows, 4, 3072, device="cuda", dtype=torch.bfloat16)
+def streams(rows: int, width: int = 3072, device: str = "cuda") -> Tensor:
+    """[S, 4, C]."""
+    return torch.randn(rows, 4, width, device=device, dtype=torch.bfloat16)
 
 
 def layer_flops(context: Any, per_modality: bool = False) -> float:
@@ -72,26 +75,33 @@ def layer_flops(context: Any, per_modality: bool = False) -> float:
     return attention + qkv + dense + experts
 
 
-def layer_error(made: Any) -> float:
-    """The layer under the Triton kernels against the plain ones, on a short request of the released widths."""
-    from magi2_core.model.packing import ItemShape, TokenContext, pack
-    from magi2_core.model.rope import default_bands, rope_table
-    from magi2_core.shapes import LatentShape
+def layer_errors(made: Any, index: int = MOE_LAYER, *, config: Any = None, device: str = "cuda") -> tuple[float, float]:
+    """How far a bf16 layer is from the same weights in fp32 (plain kernels), on a short request, relative to what the layer changes.
+
+    Returns:
+        Of the kernels chosen now, and of the plain kernels in bf16: the two differ from fp32 by bf16 rounding and by experts that a
+        near tie gives to another route, so the first must not be larger than the second but for chance.
+    """
+    from magi2_core.config import PreviewConfig
     from magi2_kernels.common.choice import using
     from magi2_kernels.sink_attention import providers
 
-    video = LatentShape(frames=4, height=9, width=14, channels=48)
-    sequence = pack([ItemShape(video=video, audio=31, text=count) for count in (77, 40)], device="cuda")
-    context = TokenContext(sequence.segments, rope_table(sequence.coords, default_bands(16).cuda()), sequence.cu_seqlens)
-    x = streams(sequence.total)
+    config = config or PreviewConfig()
+    context = _context((4, 9, 14), 31, (77, 40), config.rope_bands, device)
+    x = streams(context.cu_seqlens.total, config.hidden_size, device)
     with torch.no_grad():
         got = made(x, context)
         with using("reference"), providers.using("reference"):
+            wide = layer(index, config=config, device=device, dtype=torch.float32)
+            wide.load_state_dict({name: tensor.float() for name, tensor in made.state_dict().items()})
+            wide.prepare(torch.float32)
+            exact = wide(x.float(), context)
+            del wide
             made.prepare(torch.bfloat16)
-            want = made(x, context)
+            plain = made(x, context)
         made.prepare(torch.bfloat16)
-    moved = (want - x).double().norm()
-    return ((got - want).double().norm() / moved).item()
+    moved = (exact - x).double().norm()
+    return tuple(((found.double() - exact.double()).norm() / moved).item() for found in (got, plain))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +119,21 @@ class Step:
 
 
 @torch.no_grad()
-def model(shape: str, most: int = 36) -> tuple[Any, int, int]:
+def model(shape: str, *, config: Any = None, device: str = "cuda", most: int = 36) -> tuple[Any, int, int]:
     """The whole transformer with cycled layers, and the numbers of distinct MoE and per-modality layers."""
     from magi2_core.config import PreviewConfig
     from magi2_core.model.preview import PreviewTransformer
     from magi2_core.model.rope import default_bands
 
-    config = PreviewConfig()
+    config = config or PreviewConfig()
     with torch.device("meta"):
         made = PreviewTransformer(config, torch.bfloat16)
     for adapter in (made.pre_adapter, made.post_adapter):
-        fill(adapter.to_empty(device="cuda"))
-    made.pre_adapter.rope.bands.copy_(default_bands(16))
-    dense = [layer(DENSE_LAYER) for _ in range(2)]
-    free = torch.cuda.mem_get_info()[0] - FREE_FOR_ACTIVATIONS[shape]
-    experts = [layer() for _ in range(max(1, min(most, free // 6_400_000_000)))]
+        fill(adapter.to_empty(device=device))
+    made.pre_adapter.rope.bands.copy_(default_bands(config.rope_bands))
+    dense = [layer(DENSE_LAYER, config=config, device=device) for _ in range(2)]
+    free = torch.cuda.mem_get_info()[0] - FREE_FOR_ACTIVATIONS[shape] if device == "cuda" else 0
+    experts = [layer(config=config, device=device) for _ in range(max(1, min(most, free // 6_400_000_000)))]
     chosen, counts = [], {True: 0, False: 0}
     for index in range(config.num_layers):
         per_modality = index in config.mm_layers
@@ -134,25 +144,21 @@ def model(shape: str, most: int = 36) -> tuple[Any, int, int]:
     return made.requires_grad_(False).eval(), len(experts), len(dense)
 
 
-def step(shape: str, made: tuple[Any, int, int], text: int = TEXT) -> Step:
-    """A request of this shape on the model."""
+def step(shape: str, made: tuple[Any, int, int], *, text: int = TEXT, grid: tuple[int, int, int] | None = None) -> Step:
+    """A request of this shape (or of another latent grid) on the model."""
     from magi2_core.model.velocity import PreviewVelocity
     from magi2_core.shapes import LatentShape
 
-    height, width = GRIDS[shape]
-    latent = LatentShape(frames=FRAMES, height=height, width=width, channels=48)
-    features = [torch.randn(1, count, 5120, device="cuda", dtype=torch.bfloat16) for count in (text, NEGATIVE)]
-    velocity = PreviewVelocity(made[0], latent_shape=latent, audio_latents=AUDIO, text=features[0], negative=features[1])
+    model_of, device = made[0], made[0].device
+    frames, height, width = grid or (FRAMES, *GRIDS[shape])
+    latent = LatentShape(frames=frames, height=height, width=width, channels=48)
+    channels = model_of.config.text_in_channels
+    features = [torch.randn(1, count, channels, device=device, dtype=torch.bfloat16) for count in (text, NEGATIVE)]
+    velocity = PreviewVelocity(model_of, latent_shape=latent, audio_latents=AUDIO, text=features[0], negative=features[1])
     return Step(
         velocity=velocity,
-        video=torch.randn(latent.size, device="cuda"),
-        audio=torch.randn(1, AUDIO, 64, device="cuda"),
+        video=torch.randn(latent.size, device=device),
+        audio=torch.randn(1, AUDIO, 64, device=device),
         moe_layers=made[1],
         dense_layers=made[2],
     )
-
-
-def with_forward(made: Step, forward: Any) -> Step:
-    """The same request launched another way."""
-    made.velocity.forward = forward
-    return replace(made)

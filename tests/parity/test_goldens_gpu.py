@@ -47,29 +47,53 @@ def cases(root: Path) -> list[Path]:
     return [folder for folder in folders if sibling("case").Case(folder).kind in ("preview_component", "preview_transformer")]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_preview_goldens(golden_root: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    case_module, kind, device = sibling("case"), sibling("kind_preview"), devices.resolve()
+NEAR_TIE = 0.03
+"""Score gap between the last expert chosen and the first left out below which bf16 rounding may swap them. The plain kernels swap on a GPU
+too (seen up to 0.007 there, 0.025 with Triton); the median gap is 0.08."""
+
+
+def swapped_rows(produced: dict, golden: dict, exact: dict, name: str) -> torch.Tensor | None:
+    """Tokens of layer `name` with another set of experts than the golden; fails when one of them is no near tie."""
+    key = f"{name}_router_ids"
+    if key not in golden:
+        return None
+    different = (produced[key].long().sort(-1).values != golden[key].long().sort(-1).values).any(-1)
+    gap = exact[f"{name}_router_gap"]
+    assert not different.any() or gap[different].max() < NEAR_TIE, f"{name}: other experts at a gap of {gap[different].max():.3f}"
+    assert different.float().mean() < 0.03, f"{name}: {int(different.sum())} of {different.numel()} rows have other experts"
+    return different.any(-1)
+
+
+def without_swaps(produced: dict, case, golden: dict) -> dict:
+    """The produced tensors, in which rows whose experts were swapped at a near tie hold the golden, as do the ids and gaps there."""
+    found = dict(produced)
+    for name in sorted({key.split("_router")[0] for key in golden if "_router_ids" in key}):
+        rows = swapped_rows(produced, golden, case.outputs, name)
+        for key in (f"{name}_out", f"{name}_router_ids", f"{name}_router_weights", f"{name}_router_gap"):
+            if rows is not None and key in golden and key in found:
+                found[key] = torch.where(rows.view(-1, *[1] * (golden[key].ndim - 1)), golden[key].to(found[key].dtype), found[key])
+    return found
+
+
+def test_preview_goldens_bfloat16(golden_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case_module, kind, device, dtype = sibling("case"), sibling("kind_preview"), devices.resolve(), torch.bfloat16
     devices.use_full_fp32()
-    found = cases(golden_root)
+    found = [folder for folder in cases(golden_root) if sibling("case").Case(folder).spec.get("compare_bf16")]
     assert found, f"no goldens under {golden_root}"
     build = kind.CuSeqlens.build
     monkeypatch.setattr(kind.CuSeqlens, "build", classmethod(lambda cls, ends, where=device: build(ends, device)))
     missed = []
     for folder in found:
         case = DeviceCase(folder)
-        if dtype == torch.bfloat16 and not case.spec.get("compare_bf16"):
-            continue
-        width = case.model_config.get("head_dim", 128) if case.config.get("model_config") else 128
+        width = case.model_config["head_dim"]
         attention = choose_attention("auto", Target(device=device, dtype=dtype, head_dim=width), "triton").name
         with choice.using("triton"), providers.using(attention), torch.no_grad(), device:
-            produced = kind.run_bf16(case) if dtype == torch.bfloat16 else kind.run(case)
-        if produced is None:
-            continue
-        produced = {name: tensor.cpu() for name, tensor in produced.items()}
-        rules = case.spec["compare_bf16"] if dtype == torch.bfloat16 else case.spec["compare"]
-        golden = {name: tensor.cpu() for name, tensor in (case.outputs_bf16 if dtype == torch.bfloat16 else case.outputs).items()}
-        report = case_module.compare(case, produced, {name: rule for name, rule in rules.items() if name in produced}, golden)
+            produced = {name: tensor.cpu() for name, tensor in kind.run_bf16(case).items()}
+        golden = {name: tensor.cpu() for name, tensor in case.outputs_bf16.items()}
+        if case.kind == "preview_transformer":
+            produced = without_swaps(produced, case, golden)
+        rules = {name: rule for name, rule in case.spec["compare_bf16"].items() if name in produced}
+        report = case_module.compare(case, produced, rules, golden)
         print(folder.name, attention, *report.lines, sep="\n  ")
         missed += [f"{folder.name}: {line}" for line in report.lines if line.startswith("MISS")]
     assert not missed, "\n".join(missed)
