@@ -42,7 +42,7 @@ class Blocks:
 
 # One setting an architecture, whatever the number of tokens: the sums of a row must not depend on how many rows there are.
 PROJECT = {
-    "sm_90": Blocks(rows=64, cols=64, warps=4, stages=4),
+    "sm_90": Blocks(rows=128, cols=128, warps=8, stages=4),
     "interpreter": Blocks(rows=16, cols=32, warps=1),
     "default": Blocks(rows=64, cols=64, warps=4, stages=3),
 }

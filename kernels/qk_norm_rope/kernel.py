@@ -30,7 +30,7 @@ class Blocks:
     warps: int
 
 
-TABLE = {"interpreter": Blocks(heads=4, warps=1), "default": Blocks(heads=8, warps=2)}
+TABLE = {"interpreter": Blocks(heads=4, warps=1), "default": Blocks(heads=8, warps=4)}
 
 
 @triton.jit

@@ -30,7 +30,7 @@ RELEASED_HALF_LAYER_MS = {"540p": 9.4}
 0.34, connect 1.76, norm 0.43 (rounded down to what was measured in one piece). 272p: 1.29 + 0.23 + 0.35 + 0.48 + 0.19."""
 RELEASED_HALF_LAYER_MS["272p"] = 2.22
 WARMUP, REPEATS = 3, 25
-GRAPH_BELOW = 20_000
+GRAPH_BELOW = 40_000
 """Tokens below which both sides are timed as replayed graphs."""
 
 

@@ -170,7 +170,7 @@ def test_hyper_mix_triton_wrong_fold_is_refused(triton_device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_hyper_projection_every_setting_is_right(triton_device: str) -> None:
+def test_hyper_projection_every_setting_is_right(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the released size: a race that an earlier form of this kernel had showed on the device only, and best with many tiles."""
     from magi2_kernels.hyper_connection import kernel
 
@@ -181,16 +181,29 @@ def test_hyper_projection_every_setting_is_right(triton_device: str) -> None:
     wide = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6)
     want = (wide * (1 + norm.double())) @ phi.double()
     folded = kernel.fold_norm(norm, phi, torch.bfloat16)
-    table = dict(kernel.PROJECT)
-    for name, tile in table.items():
+    for name, tile in dict(kernel.PROJECT).items():
         if name == "interpreter":
             continue
-        kernel.PROJECT.clear()
-        kernel.PROJECT["default"] = tile
-        try:
-            for _ in range(5):
-                got = kernel._run_project(streams, folded, None, [], 0)
-                assert ((got[-checked:].double() - want).norm() / want.norm()).item() < 5e-5, f"setting {name} is wrong on this card"
-        finally:
-            kernel.PROJECT.clear()
-            kernel.PROJECT.update(table)
+        monkeypatch.setattr(kernel, "PROJECT", {"default": tile})
+        for _ in range(5):
+            got = kernel._run_project(streams, folded, None, [], 0)
+            assert ((got[-checked:].double() - want).norm() / want.norm()).item() < 2e-5, f"setting {name} is wrong on this card"
+
+
+def test_layer_prepare_folds_beside_the_checkpoint(triton_device: str) -> None:
+    from magi2_core.config import PreviewConfig
+    from magi2_core.model.hyper_connection import HyperConnectedLayer
+    from magi2_core.model.layers import ModalityRMSNorm
+
+    config = PreviewConfig(hidden_size=24)
+    layer, norm = HyperConnectedLayer(config, 3), ModalityRMSNorm(24, 3)
+    for index, tensor in enumerate([*layer.parameters(), *norm.parameters()]):
+        tensor.data.copy_(rand("cpu", *tensor.shape, seed=index) * 0.3)
+    layer.to(triton_device), norm.to(triton_device)
+    streams, segments, names = rand(triton_device, 45, 4, 24), segments_of(triton_device, 45), set(layer.state_dict())
+    want = layer.through("mlp", streams, segments, norm, lambda x: 2 * x)
+    with using("triton"):
+        layer.prepare(torch.float32)
+        got = layer.through("mlp", streams, segments, norm, lambda x: 2 * x)
+    assert layer.folded_mlp.shape[0] == 3 and set(layer.state_dict()) == names
+    torch.testing.assert_close(got, want, **LIMITS[torch.float32])
