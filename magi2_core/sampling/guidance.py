@@ -37,7 +37,7 @@ def guided_velocity(sample: Tensor, cond: Tensor | None, uncond: Tensor | None, 
     if cond is None:
         assert not scale.any()
         return uncond
-    scale = scale.to(sample.device)
+    scale = scale.to(sample.device, non_blocking=True)
     if options.skimmed:
         uncond = skim(sample, cond, uncond, scale, options.skimmed_scale)
     velocity = uncond + scale * (cond - uncond)

@@ -1,7 +1,7 @@
 """FlowUniPC: the released multistep solver (order 2, "bh2", x0 prediction, corrector on every step, first order at the end).
 
 Facts: spec preview.md 5.2. Rounding is part of the definition: sigma, alpha, lambda, h and expm1 are 0-d fp32 CPU tensors,
-while r and the 2x2 system live on the latent's device (a division by a CPU scalar would become a product with its reciprocal
+while r and the 2x2 system live on the latent's device, copied there without waiting for it (a division by a CPU scalar would become a product with its reciprocal
 there). One object solves one modality and is pure state: `history`, `previous` and `order` are all it takes to go on.
 """
 
@@ -73,7 +73,7 @@ class FlowUniPC:
         change = x0 - last
         if self.order == 1:
             return base - alpha[k] * growth * (0.5 * change)
-        ratio = ((lam[k - 2] - lam[k - 1]) / h).to(x0.device)
+        ratio = ((lam[k - 2] - lam[k - 1]) / h).to(x0.device, non_blocking=True)
         slope = (self.history[-2] - last) / ratio
         rho = self._corrector_weights(h, growth, ratio)
         return base - alpha[k] * growth * (rho[0] * slope + rho[1] * change)
@@ -83,9 +83,10 @@ class FlowUniPC:
         """Solves [[1, 1], [r, 1]] rho = b on the device of `ratio`; fp32 [2]."""
         first = growth / -h - 1
         second = first / -h - 0.5
-        right = torch.stack([first / growth, second * 2 / growth]).to(ratio.device)
+        right = torch.stack([first / growth, second * 2 / growth]).to(ratio.device, non_blocking=True)
         one = torch.ones_like(ratio)
-        return torch.linalg.solve(torch.stack([torch.stack([one, one]), torch.stack([ratio, one])]), right)
+        # solve_ex: solve reads back whether the matrix was singular, which waits for the device.
+        return torch.linalg.solve_ex(torch.stack([torch.stack([one, one]), torch.stack([ratio, one])]), right).result
 
     def _predict(self, k: int, sample: Tensor) -> Tensor:
         """The state of position k + 1 from the corrected state of position k."""
@@ -96,5 +97,5 @@ class FlowUniPC:
         base = sigma[k + 1] / sigma[k] * sample - alpha[k + 1] * growth * x0
         if self.order == 1:
             return base
-        ratio = ((lam[k - 1] - lam[k]) / h).to(x0.device)
+        ratio = ((lam[k - 1] - lam[k]) / h).to(x0.device, non_blocking=True)
         return base - alpha[k + 1] * growth * (0.5 * ((self.history[-2] - x0) / ratio))

@@ -9,11 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from magi2_core.device import accelerator_module
 from magi2_core.errors import DependencyError, RequestError
-from magi2_core.model.velocity import PreviewVelocity
+from magi2_core.model.velocity import PreviewVelocity, Velocities
 from magi2_core.parallel.groups import Groups
 from magi2_core.pipeline import accelerate
 from magi2_core.pipeline.accelerate import GraphForward, Target, choose_attention, choose_launch, choose_step
 from magi2_core.pipeline.build import build_pipeline, choose_kernels
+from magi2_core.sampling.denoise import DenoiseHooks, DenoiseOptions, denoise, start_state
 from magi2_core.shapes import LatentShape
 from magi2_kernels.common import choice
 from magi2_kernels.sink_attention import providers
@@ -73,6 +74,14 @@ def test_pipeline_uses_the_attention_asked_for(nano_folder: Path, monkeypatch: p
     assert seen == ["flash"] and providers.chosen() != "flash"
 
 
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten._linalg_check_errors.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.bincount.default,
+}
+
+
 class HostReads(TorchDispatchMode):
     """Counts the ops that bring a number to the host, which waits for the device."""
 
@@ -81,7 +90,7 @@ class HostReads(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.bincount.default):
+        if func in READS:
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -101,6 +110,18 @@ def test_velocity_reads_nothing_back(nano_folder: Path, monkeypatch: pytest.Monk
         with HostReads() as mode:
             video.mean().item()
         assert mode.found
+
+
+def test_solver_and_guidance_read_nothing_back() -> None:
+    latents = {"video": torch.randn(1, 48, 2, 3, 4), "audio": torch.randn(1, 7, 64)}
+
+    def model(video: torch.Tensor, audio: torch.Tensor, timestep: int) -> Velocities:
+        return Velocities(video * 0.5, video * 0.25, audio * 0.5, audio * 0.25)
+
+    state = start_state(5, 7.0, latents["video"], latents["audio"])
+    with HostReads() as mode:
+        denoise(model, state, DenoiseOptions(video_guidance=3.0, audio_guidance=2.0), DenoiseHooks())
+    assert not mode.found
 
 
 def test_graph_forward_replays_from_the_second_step(nano_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
