@@ -155,6 +155,11 @@ def peak_bytes(device: "torch.device", reset: bool = False) -> int:
     return peak
 
 
+def all_finite(tensor: "torch.Tensor") -> bool:
+    """Whether no entry is infinite or NaN, as |x| < inf: torch.isfinite took 1.8 s of a step in a published MUSA profile; the answer is the same."""
+    return bool((tensor.abs() < float("inf")).all())
+
+
 def use_full_fp32() -> None:
     """Switches TF32 off: the router, the adapters and the VAE are defined in true float32."""
     import torch

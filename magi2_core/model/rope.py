@@ -7,6 +7,8 @@ stretched so that `size` positions span `ref` positions. The sines come first in
 import torch
 from torch import Tensor, nn
 
+from magi2_core.device import all_finite
+
 BASE = 10000.0
 
 
@@ -29,7 +31,7 @@ def rope_table(coords: Tensor, bands: Tensor) -> Tensor:
         raise ValueError(f"coords has shape {tuple(coords.shape)}, expected [S, 9]: positions, sizes, reference sizes.")
     position, size, reference = coords.float().split(3, dim=1)
     scale = torch.where((size == 1) & (reference == 1), torch.ones_like(size), (reference - 1) / (size - 1))
-    if not bool(torch.isfinite(scale).all()):
+    if not all_finite(scale):
         raise ValueError("coords hold an axis of size 1 with a reference size above 1: its scale is not defined.")
     centre = (size - 1) / 2
     centre[:, 0] = 0.0
