@@ -1,6 +1,7 @@
 """What a running node shows: progress bar, status line, preview clip; and the event that other browsers and a reloaded page see."""
 
 import logging
+import time
 from typing import Any
 
 import comfy.utils
@@ -16,6 +17,9 @@ log = logging.getLogger("magi2.nodes")
 STAGE_WORDS = {"load": "loading", "encode": "reading the prompt", "preview": "sampling", "refine": "refining", "decode": "decoding"}
 EVENT = "magi2.progress"
 """Sent to every connected browser; the routes answer with the last one."""
+
+PICTURE_SECONDS = 0.5
+"""Preview pictures follow each other no faster; the last one of a stage always comes."""
 
 last_event: dict[str, Any] = {}
 """What the status route tells of the running job; empty between jobs."""
@@ -33,12 +37,12 @@ def status_line(event: Progress) -> str:
     """An event in words: "loading shard 12/56", "waiting, place 2 in the queue", "sampling: step 37/100, 1.9 s/step, 2 min left"."""
     if event.queue_place:
         return f"waiting, place {event.queue_place} in the queue"
+    if event.total <= 0 and event.message:
+        return event.message
     word = STAGE_WORDS.get(event.stage, event.stage)
     if event.stage == "load":
         return f"loading {event.message or f'shard {event.step}/{event.total}'}"
     parts = [f"{'window' if event.stage == 'decode' else 'text' if event.stage == 'encode' else 'step'} {event.step}/{event.total}"]
-    if event.total <= 0:
-        parts = []
     if event.seconds_per_step is not None and event.stage in ("preview", "refine"):
         parts.append(f"{event.seconds_per_step:.1f} s/step" if event.seconds_per_step >= 0.1 else f"{event.seconds_per_step:.2f} s/step")
     if event.eta_seconds is not None and event.step < event.total:
@@ -57,7 +61,7 @@ class Feedback:
         self.prompt = context.prompt_id if context else None
         self.previewer = previewer
         self.bar = comfy.utils.ProgressBar(1, node_id=self.node)
-        self.total = 1
+        self.total, self.pictured = 1, 0.0
 
     def say(self, text: str) -> None:
         """Shows `text` as the node's status line, to the browser that queued the prompt."""
@@ -78,7 +82,12 @@ class Feedback:
             self.bar.update_absolute(event.step, event.total, self._picture(event))
 
     def _picture(self, event: Progress) -> Any:
-        return None if self.previewer is None or event.preview is None else self.previewer.picture(event.preview)
+        if self.previewer is None or event.preview is None:
+            return None
+        if event.step < event.total and time.monotonic() - self.pictured < PICTURE_SECONDS:
+            return None
+        self.pictured = time.monotonic()
+        return self.previewer.picture(event.preview)
 
     def fill(self) -> None:
         """Fills the bar."""

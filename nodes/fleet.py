@@ -55,11 +55,16 @@ def get_client(handle: ModelHandle) -> Any:
     return _pool().get(make_spec(handle))
 
 
-def make_room(handle: ModelHandle) -> None:
-    """Asks the host's own models out of VRAM before the fleet loads; on the node's thread, as the host expects."""
-    if not _pool().is_warm(make_spec(handle)):
-        host.unload_all_models()
-        host.soft_empty_cache()
+def make_room(handle: ModelHandle) -> bool:
+    """Before a fleet loads: ends other fleets on its devices and asks the host's own models out of VRAM, on the node's thread as the host
+    expects. False when the fleet is warm and nothing was to be done."""
+    pool, spec = _pool(), make_spec(handle)
+    if pool.is_warm(spec):
+        return False
+    pool.release_overlapping(spec)
+    host.unload_all_models()
+    host.soft_empty_cache()
+    return True
 
 
 def watch(handle: ModelHandle) -> None:
@@ -70,7 +75,7 @@ def watch(handle: ModelHandle) -> None:
 
 def _handle_gone() -> None:
     server = getattr(PromptServer, "instance", None)
-    if len(_handles) or server is None or server.prompt_queue.currently_running:
+    if next(iter(_handles), None) is not None or server is None or server.prompt_queue.currently_running:
         return
     log.info("ComfyUI freed its memory: the MAGI-2 processes are released.")
     threading.Thread(target=release_all, name="magi2-release", daemon=True).start()

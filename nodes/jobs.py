@@ -34,8 +34,8 @@ CANCEL_SECONDS = 10.0
 def run_job(model: ModelHandle, request: Any, feedback: Feedback) -> Any:
     """Sends `request` to the model's backend and returns its result. Raises the backend's error, or the host's interrupt."""
     request.validate()
-    fleet.make_room(model)
-    feedback.say("starting the MAGI-2 processes")
+    if fleet.make_room(model):
+        feedback.say("starting the MAGI-2 processes")
     client = wait_for(lambda: fleet.get_client(model))
     job = client.submit(request)
     finished = False
@@ -97,7 +97,7 @@ def _keep_partial(latents: Any) -> None:
         path, _ = folders.next_output(f"magi2/cut_seed{latents.seed}_step{latents.solver.step}", folders.LATENT_SUFFIX)
         save_latents(latents, path)
         log.info("kept the state of the stopped sampling in %s; Load Latent and Sampling Options go on with it.", path)
-    except (Magi2Error, OSError, Exception) as error:
+    except Exception as error:
         log.warning("the state of the stopped sampling could not be kept: %s", error)
 
 

@@ -62,6 +62,18 @@ class Pool:
             client.release()
         return len(warm)
 
+    def release_overlapping(self, spec: BackendSpec) -> int:
+        """Ends the workers of other fleets of this process that use a device of `spec`: two of them do not fit one card.
+
+        Heads that somebody else started (mode attach) are left alone. Returns how many fleets were up.
+        """
+        with self._lock:
+            others = [client for known, client in self._clients.items() if known != spec and share_devices(known, spec)]
+        warm = [client for client in others if client.is_warm()]
+        for client in warm:
+            client.release()
+        return len(warm)
+
     def statuses(self) -> list[dict[str, Any]]:
         """State of every fleet of this process."""
         found = []
@@ -78,3 +90,10 @@ class Pool:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
             client.close()
+
+
+def share_devices(one: BackendSpec, other: BackendSpec) -> bool:
+    """Whether two fleets would use a common device; "auto" means every one, and heads of others do not count."""
+    if "attach" in (one.mode, other.mode):
+        return False
+    return "auto" in (one.devices, other.devices) or bool(set(one.devices) & set(other.devices))

@@ -27,9 +27,10 @@ def installation() -> Installation:
 
 
 @pytest.fixture(scope="module")
-def server(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A running server for the tests of one module."""
-    started = Server(installation, tmp_path_factory.mktemp("comfyui"))
+def server(installation: Installation, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A running server for the tests of one module; the module may name more ARGUMENTS. Faults are read from faults.json in its folder."""
+    base = tmp_path_factory.mktemp("comfyui")
+    started = Server(installation, base, *getattr(request.module, "ARGUMENTS", ()), MAGI2_TEST_FAULTS=str(base / "faults.json"))
     helpers = started.base / "custom_nodes" / "magi2_test_helpers"
     helpers.mkdir()
     (helpers / "__init__.py").write_text((HERE / "helper_nodes.py").read_text(encoding="utf-8"), encoding="utf-8")

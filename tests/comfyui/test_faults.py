@@ -1,5 +1,6 @@
 """What goes wrong: wrong values, a stop in every stage, a killed worker, exceptions of any class. The queue always goes on."""
 
+import json
 import os
 import signal
 import threading
@@ -140,6 +141,30 @@ def test_worker_killed_in_a_step_then_the_next_prompt_succeeds(server: Server) -
     assert time.monotonic() - begun < 40
     again = server.run(graphs.to_file(steps=2, seed=105))
     assert again.status == "success" and {"1", "2"} <= again.cached
+
+
+def test_cancel_while_loading_then_run_again(server: Server) -> None:
+    server.request("POST", "/magi2/release", {})
+    assert server.wait_gone(server.workers, 10) == {}
+    graph = graphs.to_file(steps=2, seed=106)
+    run, seconds = interrupt_when(
+        server, graph, lambda run, event: event["type"] == "magi2.progress" and event["data"].get("text", "") != ""
+    )
+    assert run.messages("execution_interrupted"), run.history["status"]
+    assert seconds < 10
+    assert server.run(graph).status == "success"
+
+
+def test_full_gpu_is_told_in_our_words_and_the_fleet_lives(server: Server) -> None:
+    workers = server.workers()
+    (server.base / "faults.json").write_text(json.dumps([{"kind": "oom", "rank": 0, "stage": "preview", "step": 1}]))
+    run = server.run(graphs.to_file(steps=3, seed=107))
+    (server.base / "faults.json").unlink()
+    text = run.error["exception_message"]
+    assert run.error["node_id"] == "4" and "rank 0" in text and "step 1" in text, text
+    assert "out of memory" not in text.lower()  # the front end replaces such a message by its own
+    assert server.run(graphs.to_file(steps=3, seed=107)).status == "success"
+    assert server.workers() == workers
 
 
 @pytest.mark.parametrize("kind", ["SystemExit", "CancelledError", "GeneratorExit"])

@@ -59,7 +59,7 @@ def test_text_to_video_status_lines(clip: Run) -> None:
 
 def test_text_to_video_previews_are_animated_and_show_the_clip(clip: Run) -> None:
     pictures = [data for facts, data in clip.previews if facts["node_id"] == "4"]
-    assert len(pictures) == 3
+    assert 1 <= len(pictures) <= 3
     picture = Image.open(io.BytesIO(pictures[-1]))
     assert picture.format == "WEBP" and picture.n_frames > 4
     assert max(picture.size) <= 512 and picture.size[0] > picture.size[1]
