@@ -46,8 +46,8 @@ class Event:
 class Job:
     """A request on its way. Events come in order; progress nobody reads is dropped, the oldest first."""
 
-    def __init__(self, client: "BackendClient", request: Any) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(self, client: "BackendClient", request: Any, job_id: str = "") -> None:
+        self.id = job_id or uuid.uuid4().hex
         self.request = request
         self.metrics: dict[str, Any] = {}
         self._client = client
@@ -128,6 +128,15 @@ class BackendClient:
         with self._changed:
             self._jobs[job.id] = job
         self._send({"kind": "submit", "job": job.id, "message": header}, body)
+        return job
+
+    def fetch(self, job_id: str) -> Job:
+        """A job of an earlier connection again: the head keeps a result until it was acknowledged. Its end is an error when nothing is kept."""
+        job = Job(self, None, job_id)
+        self.connect()
+        with self._changed:
+            self._jobs[job.id] = job
+        self._send({"kind": "fetch", "job": job.id})
         return job
 
     def status(self) -> dict[str, Any]:

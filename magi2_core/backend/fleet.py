@@ -201,7 +201,9 @@ class Fleet:
                 self._fail_dead(value)
             event = value.get("event")
             if event is not None and event["kind"] == "stalled":
-                self._fail_stalled(event)
+                if any(not answer["ok"] for answer in answers.values()):
+                    break  # it waits for a rank that has failed, which is the cause
+                self._fail_stalled(event, set(answers))
             elif event is not None and event.get("job") == job:
                 self._note(event)
                 on_event(event)
@@ -294,7 +296,7 @@ class Fleet:
         text = f"rank {rank} was lost in stage {place['stage']} after step {place['step']}: {value['lost']}. {self._tail_text(rank)}"
         raise self._detailed(BackendDiedError(text), rank, place)
 
-    def _fail_stalled(self, first: dict[str, Any]) -> None:
+    def _fail_stalled(self, first: dict[str, Any], finished: set[int]) -> None:
         """A rank has not moved for too long. The one that hangs itself is named: it says so, or says nothing at all."""
         reports = {first["rank"]: first}
         until = time.monotonic() + REPORT_SECONDS
@@ -304,7 +306,7 @@ class Fleet:
             event = happened[1].get("event", {})
             if event.get("kind") == "stalled":
                 reports[event["rank"]] = event
-        silent = [rank for rank in range(len(self._workers)) if rank not in reports]
+        silent = [rank for rank in range(len(self._workers)) if rank not in reports and rank not in finished]
         busy = [rank for rank, event in reports.items() if not event["waits"]]
         rank = min(silent or busy or [first["rank"]])
         place = reports.get(rank, first)

@@ -19,13 +19,13 @@ from typing import Any
 
 import magi2_core
 from magi2_core import env
-from magi2_core.errors import BackendBusyError, Interrupted, Magi2Error, OutputError, RequestError
+from magi2_core.errors import BackendBusyError, BackendDiedError, Interrupted, Magi2Error, OutputError, RequestError
 
 from . import deathwatch, messages, runtime
 from .fleet import Fleet, StageResult
 from .jobs import Job, JobBook
 from .launcher import HEAD_EXISTS
-from .link import Link, error_header, refuse
+from .link import NO_ROOM, Link, error_header, refuse
 from .outbox import Letter
 from .protocol import Connection, ProtocolError, listen
 from .spec import BackendSpec
@@ -103,21 +103,15 @@ class Head:
                 self.cancel(job.id)
 
     def submit(self, link: Link, job_id: str, message: dict[str, Any], body: Any) -> None:
-        """A request has come. One of a known id is answered with what that job has; a wrong one with its error."""
-        known = self.book.find(job_id)
-        if known is not None:
-            known.send, known.client = link.send, link.id
-            for letter in [*known.partial, *known.letters]:
-                link.send(letter)
+        """A request has come: it waits in the queue, or is answered with its error."""
+        if not 8 <= len(job_id) <= 64 or not job_id.isalnum() or self.book.find(job_id) is not None:
+            raise ProtocolError("a job's id is 8 to 64 letters and digits, and new.")
+        if body == NO_ROOM:
+            refuse(link, job_id, OutputError(f"the runtime directory {self.folder} has no room for the request. Free space there."))
             return
-        if not 8 <= len(job_id) <= 64 or not job_id.isalnum():
-            raise ProtocolError("a job's id is 8 to 64 letters and digits.")
         try:
             value = messages.unpack(message, body)
         except RequestError as error:
-            if body is None and _names_tensor(message):
-                refuse(link, job_id, OutputError(f"the runtime directory {self.folder} has no room for the request. Free space there."))
-                return
             raise ProtocolError(str(error)) from None
         try:
             stage = messages.check_request(value)
@@ -132,6 +126,15 @@ class Head:
             refuse(link, job_id, BackendBusyError("too many jobs wait already. Try again later."))
             return
         self._tell_places()
+
+    def fetch(self, link: Link, job_id: str) -> None:
+        """Sends again what a job has left: latents of a cut run, result or error."""
+        job = self.book.find(job_id)
+        if job is None or job.state != "finished":
+            refuse(link, job_id, BackendDiedError(f"the head keeps nothing of the job {job_id[:64]}. Send the request again."))
+            return
+        for letter in [*job.partial, *job.letters]:
+            link.send(letter)
 
     def cancel(self, job_id: str) -> None:
         """Stops a job: at once when it waits, at the next boundary when it runs."""
@@ -181,6 +184,7 @@ class Head:
             "fleet": self.fleet.describe(),
             "job": None if running is None else running.describe(),
             "queue": [job.describe() | {"place": place} for place, job in enumerate(self.book.waiting(), start=1)],
+            "kept": self.book.kept(),
             "clients": len(self._links),
             "recent": self._metrics[-8:],
         }
@@ -292,13 +296,6 @@ class Head:
 
 def _progress(job: str, message: dict[str, Any], body: Path | None = None) -> Letter:
     return Letter(header={"kind": "progress", "job": job, "message": message}, body=body, can_drop=True, is_temporary=True)
-
-
-def _names_tensor(value: Any) -> bool:
-    """Whether a message refers to tensors: with no body left, its body found no room."""
-    if isinstance(value, dict):
-        return set(value) == {"tensor"} or any(_names_tensor(item) for item in value.values())
-    return isinstance(value, list) and any(_names_tensor(item) for item in value)
 
 
 def run_head(

@@ -132,6 +132,11 @@ class JobBook:
         with self._changed:
             return list(self._waiting)
 
+    def kept(self) -> int:
+        """Finished jobs whose result nobody has acknowledged."""
+        with self._changed:
+            return sum(job.state == "finished" for job in self._known.values())
+
     def of(self, client: str) -> list[Job]:
         """Unfinished jobs of one client."""
         with self._changed:

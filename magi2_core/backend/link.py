@@ -29,6 +29,9 @@ MAX_REQUEST = 2 << 30
 """Largest request body: refined latents with a solver state and injected noise stay far below."""
 
 
+NO_ROOM = "no room"
+
+
 class FileSink:
     """Receives a body straight into a mapped file of the runtime directory, which every rank then maps; dropped when there is no room."""
 
@@ -54,10 +57,10 @@ class FileSink:
             os.close(descriptor)
         return memoryview(self._map)
 
-    def close(self, complete: bool) -> Path | None:
-        """The file; None when it was dropped or is not whole."""
+    def close(self, complete: bool) -> Path | str | None:
+        """The file; NO_ROOM when it was dropped, None when it is not whole."""
         if self._map is None:
-            return None
+            return NO_ROOM
         self._map.close()
         if not complete:
             self._path.unlink(missing_ok=True)
@@ -137,6 +140,8 @@ class Link:
                 self._head.cancel(header["job"])
             elif frame.kind == "acknowledge":
                 self._head.book.acknowledge(header["job"])
+            elif frame.kind == "fetch":
+                self._head.fetch(self, header["job"])
             elif frame.kind == "call":
                 self._head.answer(self, header["number"], header["name"])
             else:

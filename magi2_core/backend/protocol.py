@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, tuple[type, ...]]] = {
     "submit": {"job": TEXT, "message": MESSAGE},
     "cancel": {"job": TEXT},
     "acknowledge": {"job": TEXT},
+    "fetch": {"job": TEXT},
     "call": {"number": WHOLE, "name": TEXT},
     # head to client
     "welcome": {"version": TEXT, "protocol": WHOLE, "pid": WHOLE, "key": TEXT, "folder": TEXT},
@@ -45,7 +46,7 @@ KINDS: dict[str, dict[str, tuple[type, ...]]] = {
 }
 """Kind -> its fields and the JSON types they may have. All are required, no other is allowed."""
 
-FROM_CLIENT = ("hello", "submit", "cancel", "acknowledge", "call")
+FROM_CLIENT = ("hello", "submit", "cancel", "acknowledge", "fetch", "call")
 WITH_BODY = ("submit", "progress", "partial", "done")
 
 

@@ -152,9 +152,9 @@ class Service:
     def _hooks(self, number: int, marks: "StepMarks") -> StageHooks:
         def progress(event: Progress) -> None:
             marks.add(event)
-            self._note(Position(stage=event.stage, step=event.step, total=event.total))
             if self.groups.is_first and not self.reporter.is_busy():
                 self._send(number, "progress", event)
+            self._note(Position(stage=event.stage, step=event.step, total=event.total))
 
         def on_partial(latents: Latents) -> None:
             if self.groups.is_first:

@@ -6,6 +6,7 @@ the moment RPC is up, so that comes last.
 
 import argparse
 import faulthandler
+import importlib
 import json
 import logging
 import os
@@ -71,6 +72,9 @@ def create_groups(layout: ParallelConfig, rank: int, device: str, file: Path) ->
         return Groups.local()
     import torch.distributed as dist
 
+    # Its functions take the default group of the moment of import as a default argument. Imported later, by torch itself, they would
+    # keep a group alive that was left, sockets open: ranks that wait for this one would not notice.
+    importlib.import_module("torch.distributed.nn.functional")
     store = dist.FileStore(str(file), layout.world)
     store.set_timeout(timedelta(seconds=rpc.START_SECONDS))
     return Groups.create(layout, rank=rank, device=device, store=store)
