@@ -19,7 +19,7 @@ from .groups import Group, Groups
 
 def _count(group: Group, sent_bytes: int) -> None:
     group.traffic.calls += 1
-    group.traffic.sent_bytes += sent_bytes
+    group.traffic.sent_bytes += sent_bytes if group.size > 1 else 0
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -132,8 +132,8 @@ def _automatic(device_count: int, preview: PreviewConfig) -> ParallelConfig:
     context, cfg = max(options, key=lambda option: (option[0] * option[1], -option[1]))
     world, expert = context * cfg, _expert_degree(context, preview)
     config = ParallelConfig(world=world, context=context, expert=expert, cfg=cfg)
-    used = "all" if world == device_count else f"{world} of"
-    why = f"{config.name} on {used} {device_count} device{'s' if device_count > 1 else ''}: {heads} attention heads over {context}"
+    used = f"{world} of {device_count} devices" if world < device_count else f"{world} device{'s' if world > 1 else ''}"
+    why = f"{config.name} on {used}: {heads} attention heads over {context}"
     why += f", {moe_heads} MoE heads over {expert}"
     if cfg > 1:
         why += ", each guidance branch on a group of its own"

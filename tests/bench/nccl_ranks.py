@@ -87,15 +87,13 @@ def exchange(groups: Any, device: torch.device) -> dict[str, float]:
 
 def rank_main(rank: int, world: int, init_method: str, arguments: list[str]) -> int:
     """One rank: every mode, then the exchange."""
-    from magi2_core.config import PreviewConfig, read_json
+    from magi2_core.checkpoint.components import preview_config, refiner_config
     from magi2_core.parallel.groups import Groups, plan_layout
     from magi2_core.pipeline.build import build_pipeline
 
     folder, out, kind = Path(arguments[0]), Path(arguments[1]), arguments[2]
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
-    preview = PreviewConfig.from_dict(read_json(folder / "preview" / "config.json"))
-    refiner = build_refiner(folder)
-    layout = plan_layout(world, preview, refiner=refiner)
+    layout = plan_layout(world, preview_config(folder), refiner=refiner_config(folder))
     groups = Groups.create(layout, rank=rank, device=device, init_method=init_method, timeout_seconds=120)
     for mode, (dtype, kernels) in modes(kind).items():
         pipeline = build_pipeline(folder, device=str(device), dtype=dtype, kernels=kernels, groups=groups)
@@ -110,13 +108,6 @@ def rank_main(rank: int, world: int, init_method: str, arguments: list[str]) -> 
         (out / f"{world}.json").write_text(json.dumps({"layout": layout.name, "reason": layout.reason, "exchange": times, **traffic}))
     groups.close()
     return 0
-
-
-def build_refiner(folder: Path) -> Any:
-    """The refiner's configuration."""
-    from magi2_core.checkpoint.components import refiner_config
-
-    return refiner_config(folder)
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

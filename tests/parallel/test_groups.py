@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from magi2_core.config import MoEConfig, PreviewConfig, RefinerConfig
-from magi2_core.errors import RequestError
+from magi2_core.errors import CheckpointError, RequestError
+from magi2_core.model.preview import PreviewTransformer
 from magi2_core.parallel import collectives
 from magi2_core.parallel.apply import apply_parallel
 from magi2_core.parallel.groups import Group, Groups, ParallelConfig, plan_layout, refiner_ranks
 from magi2_core.parallel.lockstep import Lockstep
 
 PREVIEW, REFINER = PreviewConfig(), RefinerConfig()
+TWO_HEADS = MoEConfig(num_heads=2, num_experts=4, top_k=2, moe_layers=(1,), expert_intermediate_size=8)
 FEW = PreviewConfig(hidden_size=128, head_dim=32, moe=MoEConfig(num_heads=2))
 
 
@@ -121,6 +123,16 @@ def test_group_place_outside() -> None:
     assert not group.is_member and not group.is_first
     with pytest.raises(AssertionError, match=r"\(0, 1\)"):
         _ = group.place
+
+
+def test_apply_parallel_refuses_weights_of_all_heads() -> None:
+    config = PreviewConfig(num_layers=3, hidden_size=64, head_dim=16, text_in_channels=16, mm_layers=(0, 2), moe=TWO_HEADS)
+    with torch.device("meta"):
+        model = PreviewTransformer(config)
+    real = Group(ranks=(0, 1), index=0, handle=object())
+    groups = Groups(config=ParallelConfig(world=2, context=2, expert=2), context=real, expert=real)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.moe_mlp\.gate has 8 rows.*holds 4"):
+        apply_parallel(model, groups)
 
 
 def test_groups_branch_of_cfg_parallel() -> None:
