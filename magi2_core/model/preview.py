@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from magi2_core.config import PreviewConfig
 
 from .adapters import PostAdapter, PreAdapter
-from .block import PreviewBlock
+from .block import PreviewBlock, PreviewLayer
 from .hyper_connection import join_streams, split_streams
 from .packing import PackedInputs
 
@@ -72,6 +72,7 @@ class PreviewTransformer(nn.Module):
             )
         self.requires_grad_(False).eval()
         for layer in self.block.layers:
+            assert isinstance(layer, PreviewLayer)
             layer.prepare(self.dtype)
         return self
 
