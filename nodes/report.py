@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+from pathlib import Path
 from typing import Any
 
 from magi2_core import __version__, env
@@ -44,16 +45,39 @@ def check_text_encoder_package() -> None:
     )
 
 
-def _fleet_lines(status: dict[str, Any]) -> list[str]:
-    """One fleet: its own facts first, then one line a rank."""
-    ranks = status.get("ranks") or []
-    facts = [f"{name} {value}" for name, value in status.items() if isinstance(value, (str, int, float, bool)) and value not in ("", None)]
-    lines = [f"fleet: {', '.join(facts)}"]
-    for rank in ranks if isinstance(ranks, (list, tuple)) else ():
-        lines.append(f"  rank: {', '.join(f'{name} {value}' for name, value in rank.items() if not isinstance(value, (dict, list)))}")
-    job = status.get("job")
-    if job:
-        lines.append(f"  job: {', '.join(f'{name} {value}' for name, value in job.items()) if isinstance(job, dict) else job}")
+def public(status: dict[str, Any]) -> dict[str, Any]:
+    """What anybody may know of a fleet: no paths, no addresses, no other clients. The status route sends this."""
+    fleet_facts = status.get("fleet") or {}
+    shown = ("rank", "device", "stage", "memory_bytes", "peak_bytes")
+    job = status.get("job") or {}
+    return {
+        "checkpoint": Path(str(status.get("checkpoint", ""))).name,
+        "up": bool(fleet_facts.get("up")),
+        "mode": status.get("mode", ""),
+        "layout": fleet_facts.get("layout", ""),
+        "reason": fleet_facts.get("reason", ""),
+        "idle_seconds": round(float(status.get("idle_seconds", 0.0)), 1),
+        "ranks": [{name: rank[name] for name in shown if name in rank} for rank in fleet_facts.get("ranks", ())],
+        "job": {name: job[name] for name in ("stage", "step", "total", "state") if name in job} or None,
+        "waiting": len(status.get("queue") or ()),
+    } | ({"error": status["error"]} if status.get("error") else {})
+
+
+def _fleet_lines(facts: dict[str, Any]) -> list[str]:
+    """One fleet in words: what it is, one line a rank, the job."""
+    if not facts["up"]:
+        return [f"fleet {facts['checkpoint']}: released, its next job starts it again. {facts.get('error', '')}".rstrip()]
+    lines = [
+        f"fleet {facts['checkpoint']}: {facts['reason'] or facts['layout']} Mode {facts['mode']}, idle for {facts['idle_seconds']:g} s."
+    ]
+    for rank in facts["ranks"]:
+        memory = f"{rank.get('memory_bytes', 0) / 1e9:.1f} GB of memory"
+        peak = f", {rank['peak_bytes'] / 1e9:.1f} GB on the device at most" if rank.get("peak_bytes") else ""
+        lines.append(f"  rank {rank.get('rank')} on {rank.get('device')}: {memory}{peak}, last stage {rank.get('stage') or 'none'}")
+    if facts["job"]:
+        lines.append(
+            f"  job: {facts['job'].get('stage')} {facts['job'].get('step')}/{facts['job'].get('total')}, {facts['waiting']} waiting"
+        )
     return lines
 
 
@@ -65,7 +89,7 @@ def status_text() -> str:
     except Magi2Error as error:
         fleets, lines = [], [*lines, f"fleet: {error}"]
     for status in fleets:
-        lines += _fleet_lines(status)
+        lines += _fleet_lines(public(status))
     if not fleets:
         lines.append("fleet: none runs; the first stage of a workflow starts one")
     if feedback.last_event:

@@ -14,7 +14,7 @@ from server import PromptServer
 
 from magi2_core.errors import Magi2Error
 
-from . import feedback, fleet
+from . import feedback, fleet, report
 
 log = logging.getLogger("magi2.nodes")
 STATUS, RELEASE = "/magi2/status", "/magi2/release"
@@ -36,7 +36,7 @@ async def status(request: web.Request) -> web.Response:
         fleets = await asyncio.to_thread(fleet.statuses)
     except Magi2Error as error:
         return web.json_response({"error": str(error)}, status=503)
-    return web.json_response({"fleets": fleets, "job": dict(feedback.last_event) or None})
+    return web.json_response({"fleets": [report.public(entry) for entry in fleets], "job": dict(feedback.last_event) or None})
 
 
 def is_foreign(request: web.Request) -> bool:

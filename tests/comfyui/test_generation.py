@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import graphs
+import numpy as np
 import pytest
 from PIL import Image
 from server import Run, Server
 
-from magi2_core.media.reading import probe
+from magi2_core.media.reading import probe, read_video
 from magi2_core.request import load_latents
 
 HERE = Path(__file__).resolve().parent
@@ -57,12 +58,16 @@ def test_text_to_video_status_lines(clip: Run) -> None:
     assert any("window" in line for node, line in clip.texts if node == "5"), clip.texts
 
 
-def test_text_to_video_previews_are_animated_and_show_the_clip(clip: Run) -> None:
+def test_text_to_video_previews_are_animated_and_show_the_clip(server: Server, clip: Run) -> None:
     pictures = [data for facts, data in clip.previews if facts["node_id"] == "4"]
     assert 1 <= len(pictures) <= 3
     picture = Image.open(io.BytesIO(pictures[-1]))
     assert picture.format == "WEBP" and picture.n_frames > 4
     assert max(picture.size) <= 512 and picture.size[0] > picture.size[1]
+    picture.seek(picture.n_frames - 1)
+    shown = np.asarray(picture.convert("RGB"), np.float32).mean((0, 1))
+    decoded = read_video(saved_video(server, clip)).frames[-1].float().mean((0, 1)).numpy()
+    assert np.abs(shown - decoded).max() < 25, (shown, decoded)
 
 
 def test_repeated_prompt_takes_everything_from_the_cache(server: Server, clip: Run) -> None:
@@ -181,6 +186,14 @@ def test_two_queued_prompts_both_finish(server: Server) -> None:
         assert server.wait(prompt)["status"]["status_str"] == "success"
 
 
+def test_status_node_names_fleet_and_checkpoints(server: Server, clip: Run) -> None:
+    graph: dict[str, Any] = {"1": {"class_type": "Magi2Status", "inputs": {}}}
+    first = server.run(graph)
+    text = first.outputs("1")["text"][0]
+    assert "fleet nano: " in text and "rank 0 on cpu" in text and "checkpoint nano: complete" in text
+    assert "1" not in server.run(graph).cached
+
+
 def test_prompt_saved_by_version_0_1_0_still_runs(server: Server) -> None:
     saved = json.loads((HERE / "saved_0_1_0.json").read_text())
     covered = {node["class_type"] for node in saved.values()}
@@ -188,11 +201,3 @@ def test_prompt_saved_by_version_0_1_0_still_runs(server: Server) -> None:
     assert covered >= ours - {"Magi2PromptEnhance", "Magi2LoadLatent"}  # those need a server, and a file
     run = server.run(copy.deepcopy(saved))
     assert run.status == "success", run.history["status"]
-
-
-def test_status_node_names_fleet_and_checkpoints(server: Server, clip: Run) -> None:
-    graph: dict[str, Any] = {"1": {"class_type": "Magi2Status", "inputs": {}}}
-    first = server.run(graph)
-    text = first.outputs("1")["text"][0]
-    assert "fleet:" in text and "none runs" not in text and "checkpoint nano: complete" in text
-    assert "1" not in server.run(graph).cached
