@@ -118,7 +118,7 @@ def _prepare(client: HostClient, workflow: Workflow, assignments: list[str], tar
 def _follow(server: RunningHost | HeadlessHost, prompt: dict[str, Any], prompt_id: str, should_stop: Callable[[], bool]) -> dict[str, Any]:
     """Waits until the prompt is over, showing its progress; returns its history entry. Raises Interrupted after a stop."""
     client = server.client
-    bar = ProgressBar()
+    show = _Display(prompt)
     shown = lost = 0
     cancelled = 0.0
     while True:
@@ -136,29 +136,39 @@ def _follow(server: RunningHost | HeadlessHost, prompt: dict[str, Any], prompt_i
             continue
         if now.state == "done":
             assert now.entry is not None
-            bar.finish()
+            show.finish()
             return now.entry
         if now.state == "gone" or (cancelled and time.monotonic() - cancelled > STOP_SECONDS):
-            bar.finish()
+            show.finish()
             raise Interrupted("stopped." if cancelled else "the prompt was taken out of ComfyUI's queue.")
         if now.state == "waiting" and now.place != shown:
             shown = now.place
             say(f"Waiting in ComfyUI's queue, place {now.place}.")
         if now.state == "running":
-            _show(bar, client.progress(prompt_id), prompt)
+            show(client.progress(prompt_id))
         time.sleep(POLL_SECONDS)
 
 
-def _show(bar: ProgressBar, job: dict[str, Any] | None, prompt: dict[str, Any]) -> None:
-    if job is None:
-        return
-    node = prompt.get(str(job.get("node")), {})
-    stage = str(job.get("stage") or title_of(node) or node.get("class_type", ""))
-    bar(
-        Progress(
-            stage=stage, step=int(job.get("step", 0)), total=int(job.get("total", 0)), message=_without_stage(str(job.get("text", "")))
-        )
-    )
+class _Display:
+    """Shows what the pack tells of the running node; what has not changed since the last question is not shown again."""
+
+    def __init__(self, prompt: dict[str, Any]) -> None:
+        self._prompt = prompt
+        self._bar = ProgressBar()
+        self._last: dict[str, Any] = {}
+
+    def __call__(self, job: dict[str, Any] | None) -> None:
+        if not job or job == self._last:
+            return
+        self._last = job
+        node = self._prompt.get(str(job.get("node")), {})
+        stage = str(job.get("stage") or title_of(node) or node.get("class_type", ""))
+        words = _without_stage(str(job.get("text", "")))
+        self._bar(Progress(stage=stage, step=int(job.get("step", 0)), total=int(job.get("total", 0)), message=words))
+
+    def finish(self) -> None:
+        """Ends the line of the bar."""
+        self._bar.finish()
 
 
 def _without_stage(text: str) -> str:

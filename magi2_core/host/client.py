@@ -230,7 +230,7 @@ def output_texts(entry: dict[str, Any]) -> list[str]:
 def failure(entry: dict[str, Any]) -> tuple[str, str] | None:
     """(kind, text) of a prompt that did not succeed: kind is "interrupted" or "error"; None after success."""
     status = entry.get("status") or {}
-    messages: dict[str, Any] = {name: data for name, data in status.get("messages", [])}
+    messages: dict[str, Any] = dict(status.get("messages", []))
     if "execution_interrupted" in messages:
         return "interrupted", "the prompt was stopped."
     if status.get("status_str") == "success":

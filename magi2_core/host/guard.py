@@ -28,6 +28,7 @@ def _watch(descriptor: int) -> None:
 
 def main() -> None:
     """Starts the watch and becomes ComfyUI."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a starter in the background of a shell hands down "ignore"
     script = os.path.abspath(sys.argv[1])
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -85,12 +85,15 @@ async function execute(name, steps) {
     () =>
       new Promise((resolve) => {
         for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
-          window.app.api.addEventListener(kind, (event) => resolve({ kind, detail: event.detail }));
+          window.app.api.addEventListener(kind, (event) => {
+            window.seen.over = true;
+            resolve({ kind, detail: event.detail });
+          });
       }),
   );
   await page.evaluate(() => void window.app.queuePrompt(0, 1));
   const shots = (async () => {
-    await page.waitForFunction(() => window.seen.preview > 0, null, { timeout: 400000 }).catch(() => {});
+    await page.waitForFunction(() => window.seen.preview > 0 || window.seen.over, null, { timeout: 400000 });
     await page.waitForTimeout(400);
     await page.screenshot({ path: join(job.folder, `${name}_running.png`) });
   })();
