@@ -29,5 +29,6 @@ class Magi2Extension(ComfyExtension):
 def make_extension() -> Magi2Extension:
     """Registers folders and routes, and returns the extension."""
     folders.register()
+    folders.offer_example()
     routes.register()
     return Magi2Extension()

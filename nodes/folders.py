@@ -1,15 +1,23 @@
 """Where the nodes look for checkpoints and latent files, and where they write: through the host's folder settings only."""
 
+import logging
 import os
+import shutil
 from pathlib import Path
 
 import folder_paths
 
+import magi2_core
 from magi2_core.checkpoint import catalog
 from magi2_core.errors import RequestError
 
 KEY = "magi2"
 """Folder under models/ and key in extra_model_paths.yaml."""
+
+EXAMPLE = "green_square.png"
+"""First frame of the image-to-video template; a template's Load Image finds files of the input folder only."""
+
+log = logging.getLogger("magi2.nodes")
 
 LATENT_SUFFIX = ".safetensors"
 LATENT_DEPTH = 2
@@ -18,6 +26,18 @@ LATENT_DEPTH = 2
 def register() -> None:
     """Adds models/magi2 to the host's folders; folders of that key from a yaml file stay."""
     folder_paths.add_model_folder_path(KEY, os.path.join(folder_paths.models_dir, KEY))
+
+
+def offer_example() -> None:
+    """Puts the template's picture into the input folder, unless a file of that name is there. A folder that refuses it is only logged."""
+    target = Path(folder_paths.get_input_directory()) / EXAMPLE
+    if target.exists():
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(magi2_core.__file__).parent / "assets" / EXAMPLE, target)
+    except OSError as error:
+        log.warning("the example picture %s could not be copied to %s: %s", EXAMPLE, target.parent, error)
 
 
 def checkpoints() -> tuple[catalog.Checkpoint, ...]:
