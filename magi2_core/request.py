@@ -6,9 +6,7 @@ safetensors bytes on the wire); `save_latents` / `load_latents` put latents in o
 """
 
 import hashlib
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .errors import OutputError, RequestError
+from .errors import RequestError
 
 LATENT_SCHEMA = 1
 """Version of the latent file; older files open, newer ones are refused by name."""
@@ -344,9 +342,9 @@ def from_message(header: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(header, dict):
         return header
     if "tensor" in header:
-        if header["tensor"] not in tensors:
+        if str(header["tensor"]) not in tensors:
             raise RequestError(f"message names the tensor {header['tensor']!r}, which was not sent.")
-        return tensors[header["tensor"]]
+        return tensors[str(header["tensor"])]
     if "list" in header:
         return tuple(from_message(entry, tensors) for entry in header["list"])
     if "dict" in header:
@@ -366,35 +364,13 @@ def from_message(header: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def save_latents(latents: Latents, path: Path) -> None:
     """Writes latents to one safetensors file, whole or not at all. Raises OutputError."""
-    from safetensors.torch import save_file
+    from . import latent_file
 
-    header, tensors = to_message(latents)
-    temporary = Path(path).with_name(Path(path).name + ".part")
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, str(temporary), metadata={"format": "magi2-latents", "schema": str(LATENT_SCHEMA), "header": json.dumps(header)})
-        os.replace(temporary, path)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        raise OutputError(f"latents could not be written to {path}: {error}. Free space or choose another folder.") from None
+    latent_file.save_latents(latents, path)
 
 
 def load_latents(path: Path) -> Latents:
-    """Reads a file of `save_latents`. Raises RequestError when it is not one or was made by a newer version."""
-    from safetensors import SafetensorError, safe_open
+    """Reads a file of `save_latents`. Raises RequestError when it is not one, is damaged, or was made by a newer version."""
+    from . import latent_file
 
-    try:
-        with safe_open(str(path), framework="pt") as handle:
-            metadata = handle.metadata() or {}
-            if metadata.get("format") != "magi2-latents":
-                raise RequestError(f"{path} is not a latent file of this pack.")
-            if int(metadata.get("schema", 0)) > LATENT_SCHEMA:
-                raise RequestError(
-                    f"{path} has latent schema {metadata['schema']}, this version reads up to {LATENT_SCHEMA}. Update ComfyUI-MAGI2."
-                )
-            latents = from_message(json.loads(metadata["header"]), {key: handle.get_tensor(key) for key in handle.keys()})
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise RequestError(f"latent file {path} cannot be read: {error}.") from None
-    if not isinstance(latents, Latents):
-        raise RequestError(f"{path} holds a {type(latents).__name__}, expected latents.")
-    return latents
+    return latent_file.load_latents(path)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from magi2_core import cli, shapes
-from magi2_core.commands import generate
+from magi2_core.commands import fleet
 from magi2_core.request import Latents, save_latents
 
 PROMPT = ["--prompt", "a red circle moves to the right over a blue background, low hum"]
@@ -29,6 +29,8 @@ TABLE = [
     ),
     ("size_zero", [*PROMPT, "--size", "0x0"], 2, "Nearest: 16x16"),
     ("size_words", [*PROMPT, "--size", "large"], 2, "'large' is unknown. Use one of 272p, 540p, 1080p or a size as WIDTHxHEIGHT"),
+    ("caption_nested_deep", ["--caption", "{deep}"], 2, "is not valid JSON"),
+    ("config_nested_deep", [*PROMPT, "--checkpoint", "{deep_config}"], 3, "generation.json: is not valid JSON"),
     ("size_malformed", [*PROMPT, "--size", "896x"], 2, "not understood"),
     ("refine_size", [*PROMPT, "--refine-size", "1920x1080"], 2, "Nearest: 1920x1072 or 1920x1088"),
     ("output_size_odd", [*PROMPT, "--output-size", "113x64"], 2, "both sides must be even"),
@@ -89,6 +91,10 @@ def places(tmp_path_factory: pytest.TempPathFactory, nano_folder: Path) -> dict[
     files["cut_image"].write_bytes((nano_folder.parent / "green_square.png").read_bytes()[:100])
     files["latents"] = base / "latents.safetensors"
     save_latents(small_latents(), files["latents"])
+    files["deep"] = base / "deep.json"
+    files["deep"].write_text('{"a":' * 20_000 + "1" + "}" * 20_000)
+    files["deep_config"] = copy_without(nano_folder, base / "deep_config", "generation.json", None)
+    (files["deep_config"] / "generation.json").write_bytes(files["deep"].read_bytes())
     files["mp4_folder"] = base / "folder.mp4"
     files["mp4_folder"].mkdir()
     for name, part, left_out in (
@@ -143,7 +149,7 @@ def test_generate_bad_input(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(generate, "build_pipeline", load)
+    monkeypatch.setattr(fleet, "open_pipeline", load)
     assert cli.main(["generate", *(argument.format(**places) for argument in arguments)]) == code
     captured = capsys.readouterr()
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]

@@ -137,7 +137,7 @@ def _read_header_json(component: str, file: Path) -> tuple[dict[str, Any], int, 
         raise CheckpointError(f"{where}: cannot be read ({error.strerror or error}).") from None
     try:
         header = json.loads(text, object_pairs_hook=_pairs_once(where))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: damaged header ({error}). {AGAIN}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{where}: damaged header (not an object). {AGAIN}")

@@ -7,6 +7,7 @@ identity of a checkpoint that goes into latents, made from headers and sizes so 
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def write_manifest(folder: Path, *, progress: ProgressCallback | None = None, sh
     meter = _Meter(sum((folder / name).stat().st_size for name in names), progress, should_stop)
     files = {name: {"size": (folder / name).stat().st_size, "sha256": _sha256(folder, name, meter)} for name in names}
     target = folder / MANIFEST_FILE
-    temporary = folder / (MANIFEST_FILE + ".part")
+    temporary = folder / f"{MANIFEST_FILE}.{secrets.token_hex(4)}.part"
     try:
         temporary.write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, target)

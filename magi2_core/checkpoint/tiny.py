@@ -227,10 +227,18 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def _save(state: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file with the permissions of any new file (safetensors' writer makes it readable by its owner only)."""
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    save_file(state, str(path), metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def _write_shards(folder: Path, state: dict[str, Tensor], shards: int) -> None:
     """One file, or `shards` numbered files with an index, names in order."""
     if shards == 1:
-        save_file(state, str(folder / SINGLE_FILE), metadata={"format": "pt"})
+        _save(state, folder / SINGLE_FILE)
         return
     names = sorted(state)
     size = -(-len(names) // shards)
@@ -238,7 +246,7 @@ def _write_shards(folder: Path, state: dict[str, Tensor], shards: int) -> None:
     for number in range(shards):
         part = names[number * size : (number + 1) * size]
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        save_file({name: state[name] for name in part}, str(folder / file), metadata={"format": "pt"})
+        _save({name: state[name] for name in part}, folder / file)
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in state.values())
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -91,7 +91,7 @@ def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: P
             saved = _save(plan, options, latents, "refined")
         clip = pipeline.decode(replace(plan.decode, latents=latents))
         bar.finish()
-        _write(plan, latents, clip)
+        _write(plan, latents, clip, hooks)
     except Interrupted as error:
         raise Interrupted(_with_hint(error, saved)) from error
     except Magi2Error as error:
@@ -110,8 +110,10 @@ def _save(plan: Plan, options: argparse.Namespace, latents: Latents, kind: str) 
     return path
 
 
-def _write(plan: Plan, latents: Latents, clip: Clip) -> None:
+def _write(plan: Plan, latents: Latents, clip: Clip, hooks: StageHooks) -> None:
     files = plan.files
+    if hooks.should_stop():
+        raise Interrupted("stopped before the clip was written.")
     if files.wav is not None:
         assert clip.waveform is not None
         mux.write_wav(files.wav, clip.waveform, clip.sample_rate)
@@ -123,6 +125,7 @@ def _write(plan: Plan, latents: Latents, clip: Clip) -> None:
         waveform=clip.waveform,
         sample_rate=clip.sample_rate,
         metadata=build_metadata(latents, {"decoder": plan.decode.decoder}),
+        should_stop=hooks.should_stop,
     )
     count, height, width = clip.frames.shape[:3]
     sys.stdout.write(

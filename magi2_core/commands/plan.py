@@ -130,7 +130,7 @@ def _read_prompt(options: argparse.Namespace, start: Latents | None) -> str | No
         text = _read_text("--caption", options.caption)
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"--caption {options.caption}: is not valid JSON ({error}). Use --prompt-file for plain text.") from None
         if not isinstance(value, dict):
             raise RequestError(f"--caption {options.caption}: holds a JSON {type(value).__name__}, expected an object.")

@@ -165,7 +165,7 @@ def parse_figures(value: str | None) -> list[tuple[int, str]]:
         return [(1, value)]
     try:
         named: Any = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             f'image argument starts like a JSON object but is none ({error}). Use a path or {{"<Figure 1>": path}}.'
         ) from None

@@ -100,7 +100,7 @@ def parse_metadata(tags: Mapping[str, str]) -> dict[str, Any] | None:
     """The facts in a container's tags, None when they are not this pack's. Raises RequestError on a newer schema."""
     try:
         facts = json.loads(tags.get("comment", ""))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         return None

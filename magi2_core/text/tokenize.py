@@ -101,7 +101,7 @@ def tokenize_prompt(tokenizer: "Tokenizer", prompt: str, *, max_tokens: int | No
         reason = "is empty" if not prompt else "is a caption whose known fields are all empty" if not text else "has no token"
         raise RequestError(f"the prompt {reason}: say what the clip shows and sounds like.")
     if max_tokens is not None and count > max_tokens and not truncate:
-        raise RequestError(f"the prompt has {count} tokens, at most {max_tokens} can be encoded: shorten it, or allow it to be cut.")
+        raise RequestError(f"the prompt has {count} tokens, at most {max_tokens} can be encoded: shorten it.")
     kept = count if max_tokens is None else min(count, max_tokens)
     return TokenizedPrompt(
         text=text,

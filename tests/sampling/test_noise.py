@@ -42,6 +42,27 @@ def test_draw_injected_keeps_the_stream() -> None:
         injected.draw((2, 3), torch.ones(3, 2), "video noise")
 
 
+def test_noise_stream_seeds_above_32_bits_differ() -> None:
+    """torch's CPU generator drops the high bits; every seed up to 2^32 - 1 keeps the released stream, each larger one has its own."""
+    shape = (40_000,)
+    low = NoiseStream(5, "cpu", CPU).draw(shape)
+    assert torch.equal(low, torch.randn(shape, generator=torch.Generator().manual_seed(5)))
+    last = NoiseStream(2**32 - 1, "cpu", CPU).draw(shape)
+    assert torch.equal(last, torch.randn(shape, generator=torch.Generator().manual_seed(2**32 - 1)))
+    drawn = [low, last, *(NoiseStream(seed, "cpu", CPU).draw(shape) for seed in (2**32, 2**32 + 5, 2**40 + 5, 2**63 + 5, 2**64 - 1))]
+    assert torch.corrcoef(torch.stack(drawn)).sub(torch.eye(len(drawn))).abs().max() < 0.025
+    for noise in drawn:
+        assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
+        assert abs((noise.abs() < 1).float().mean() - 0.6827) < 0.01
+    assert torch.equal(NoiseStream(2**32 + 5, "device", CPU).draw(shape), drawn[3])
+
+
+def test_draw_rebuilt_stream_of_a_large_seed_goes_on() -> None:
+    whole = NoiseStream(2**50 + 1, "cpu", CPU)
+    whole.draw((3, 5))
+    assert torch.equal(NoiseStream(2**50 + 1, "cpu", CPU, ((3, 5),)).draw((4, 4)), whole.draw((4, 4)))
+
+
 def test_noise_stream_extreme_seeds_and_source() -> None:
     assert not torch.equal(NoiseStream(2**64 - 1, "cpu", CPU).draw((8,)), NoiseStream(0, "cpu", CPU).draw((8,)))
     with pytest.raises(RequestError, match="cpu"):
