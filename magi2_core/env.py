@@ -92,6 +92,11 @@ def comfyui_path() -> Path | None:
     return Path(chosen) if chosen else None
 
 
+def comfyui_python() -> str | None:
+    """Interpreter that has ComfyUI's packages (`COMFYUI_PYTHON`), None when unset."""
+    return os.environ.get("COMFYUI_PYTHON") or None
+
+
 def log_level() -> str:
     """Level of the pack's loggers (`MAGI2_LOG_LEVEL`; default INFO)."""
     return os.environ.get("MAGI2_LOG_LEVEL", "INFO").upper()
