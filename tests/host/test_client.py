@@ -142,7 +142,9 @@ def test_client_something_else_answers(serve: Any) -> None:
 def test_outputs_and_failures_of_a_history_entry() -> None:
     film = {"filename": "a.mp4", "subfolder": "magi2", "type": "output"}
     preview = {"filename": "t.png", "subfolder": "", "type": "temp"}
-    entry = {"outputs": {"6": {"images": [film], "animated": [True]}, "7": {"images": [preview], "text": ["hello"]}, "8": {"video": [film]}}}
+    entry = {
+        "outputs": {"6": {"images": [film], "animated": [True]}, "7": {"images": [preview], "text": ["hello"]}, "8": {"video": [film]}}
+    }
     assert output_files(entry) == [("6", HostFile(filename="a.mp4", subfolder="magi2", kind="output"))]
     assert output_texts(entry) == ["hello"]
     assert failure({"status": {"status_str": "success", "messages": []}}) is None

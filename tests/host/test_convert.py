@@ -50,7 +50,9 @@ def test_to_prompt_template_is_its_api_twin(path: Path) -> None:
 def test_templates_are_all_there() -> None:
     assert len(TEMPLATES) == len(list((ROOT / "workflows" / "api").glob("*.json"))) == 6
     for path in TEMPLATES:  # the checkpoint is the only widget that names a checkpoint, so it is the only one to change
-        values = json.dumps([item.get("widgets_values") for item in json.loads(path.read_text())["nodes"] if item["type"] != "MarkdownNote"])
+        values = json.dumps(
+            [item.get("widgets_values") for item in json.loads(path.read_text())["nodes"] if item["type"] != "MarkdownNote"]
+        )
         assert values.count('"nano"') == 1
 
 
@@ -189,7 +191,12 @@ def test_resolve_dynamic(text: str, results: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[1]", "holds no ComfyUI workflow"), ('{"a": {"b": 1}}', "holds no ComfyUI workflow"), (None, "cannot be read")],
+    [
+        ("{", "is not JSON"),
+        ("[1]", "holds no ComfyUI workflow"),
+        ('{"a": {"b": 1}}', "holds no ComfyUI workflow"),
+        (None, "cannot be read"),
+    ],
 )
 def test_read_workflow_refuses(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "w.json"

@@ -42,7 +42,7 @@ def test_find_node(prompt: dict[str, Any], reference: str, node: str) -> None:
 
 
 def test_find_node_says_what_there_is(prompt: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="2 nodes are called so. Use an id: 3, 4"):
+    with pytest.raises(RequestError, match=r"2 nodes are called so\. Use an id: 3, 4"):
         find_node(prompt, "Load Image", INFO)
     with pytest.raises(RequestError, match=r"no node 'Refiner'.*2 \(My settings\).*7 \(Magi2Sampler\)"):
         find_node(prompt, "Refiner", INFO)
