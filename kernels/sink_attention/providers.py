@@ -136,7 +136,7 @@ def resolve(name: str, target: Target) -> Resolved:
     if name == "auto":
         if target.device.type == "cpu":
             return Resolved(name="reference", reason="CPU")
-        reasons = []
+        reasons: list[str] = []
         for candidate in AUTO_ORDER:
             missing = CHECKS[candidate](target)
             if missing is None:
