@@ -13,7 +13,7 @@ const browser = await chromium.launch({
   executablePath: job.chromium,
   args: [...switches, "--disable-component-update", "--disable-sync", "--autoplay-policy=no-user-gesture-required"],
 });
-const context = await browser.newContext({ viewport: { width: 1600, height: 800 }, deviceScaleFactor: 1 });
+const context = await browser.newContext({ viewport: { width: 1500, height: 680 }, deviceScaleFactor: 1 });
 await context.route("**/*", (route) =>
   ["127.0.0.1", "localhost"].includes(new URL(route.request().url()).hostname) || !route.request().url().startsWith("http")
     ? route.continue()
@@ -52,9 +52,9 @@ async function load(name) {
     const top = Math.min(...boxes.map((box) => box[1]));
     const right = Math.max(...boxes.map((box) => box[0] + box[2]));
     const bottom = Math.max(...boxes.map((box) => box[1] + box[3]));
-    const scale = Math.min(1, (canvas.clientWidth - 120) / (right - left), (canvas.clientHeight - 170) / (bottom - top));
+    const scale = Math.min(1, (canvas.clientWidth - 120) / (right - left), (canvas.clientHeight - 200) / (bottom - top));
     ds.scale = scale;
-    ds.offset = [80 / scale - left, 90 / scale - top];
+    ds.offset = [80 / scale - left, 150 / scale - top];
     window.app.canvas.setDirty(true, true);
   });
   await page.waitForTimeout(800);
