@@ -88,7 +88,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how it is made (defaults: the checkpoint's own)")
     group.add_argument("--size", metavar="SIZE", help="272p, 540p, 1080p (540p and the refiner) or WIDTHxHEIGHT, multiples of 16")
     group.add_argument("--orientation", choices=("landscape", "portrait"), help="turns a size preset; portrait swaps width and height")
-    group.add_argument("--seed", type=int, default=42, metavar="N", help="another seed, another clip (default: 42)")
+    group.add_argument("--seed", type=int, metavar="N", help="another seed, another clip (default: 42)")
     group.add_argument("--steps", type=int, metavar="N", help="sampling steps: more is slower and better")
     group.add_argument("--video-guidance", type=float, metavar="X", help="how strictly the picture follows the prompt")
     group.add_argument("--audio-guidance", type=float, metavar="X", help="how strictly the sound follows the prompt")

@@ -11,16 +11,22 @@ def api_key() -> str:
     return os.environ.get("MAGI2_API_KEY", "")
 
 
+def _home() -> Path:
+    """The user's home folder; the folder for temporary files of a user who has none (a container with a bare user id)."""
+    found = os.path.expanduser("~")
+    return Path(tempfile.gettempdir() if found == "~" else found)
+
+
 def cache_dir() -> Path:
     """Folder for things that can be made again (`MAGI2_CACHE_DIR`; default: the user's cache folder / magi2)."""
     chosen = os.environ.get("MAGI2_CACHE_DIR")
     if chosen:
         return Path(chosen)
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "magi2"
+        return Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local") / "magi2"
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "magi2"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "magi2"
+        return _home() / "Library" / "Caches" / "magi2"
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "magi2"
 
 
 def runtime_dir() -> Path:

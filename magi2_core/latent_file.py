@@ -108,7 +108,9 @@ def check_latents(latents: Latents) -> None:
 def _check_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> None:
     if not isinstance(value, Tensor):
         raise RequestError(f"{name} is no tensor.")
-    fits = len(value.shape) == len(shape) and all(got == (wanted or got) and got > 0 for got, wanted in zip(value.shape, shape, strict=True))
+    fits = len(value.shape) == len(shape) and all(
+        got == (wanted or got) and got > 0 for got, wanted in zip(value.shape, shape, strict=True)
+    )
     if value.dtype != torch.float32 or not fits:
         wanted = ", ".join("n" if side is None else str(side) for side in shape)
         raise RequestError(f"{name} is {str(value.dtype).removeprefix('torch.')} {list(value.shape)}, expected float32 [{wanted}].")

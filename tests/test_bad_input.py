@@ -1,14 +1,22 @@
 """Bad input to the command line: what it says, the exit code, that no weights were read and that nothing was left under a final name."""
 
+import os
 import resource
+import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from magi2_core import cli, shapes
+from magi2_core.checkpoint.catalog import EMBEDDED
+from magi2_core.checkpoint.manifest import checkpoint_hash
 from magi2_core.commands import fleet
+from magi2_core.errors import Interrupted
+from magi2_core.media import mux
 from magi2_core.request import Latents, save_latents
 
 PROMPT = ["--prompt", "a red circle moves to the right over a blue background, low hum"]
@@ -53,6 +61,15 @@ TABLE = [
     ("latents_absent", ["--from-latents", "{absent}"], 2, "cannot be read"),
     ("resume_finished", ["--resume", "{latents}"], 2, "sampling is finished. Decode it: --from-latents"),
     ("latents_with_size", ["--from-latents", "{latents}", "--size", "272p"], 2, "--size does not go with saved latents"),
+    ("latents_with_seed", ["--from-latents", "{latents}", "--seed", "7"], 2, "--seed does not go with saved latents"),
+    ("latents_with_prompt", ["--from-latents", "{latents}", *PROMPT], 2, "--prompt has no effect on saved latents"),
+    ("latents_with_image", ["--from-latents", "{latents}", "--image", "{pixel}"], 2, "--image has no effect on saved latents"),
+    ("refiner_steps_alone", [*PROMPT, "--refiner-steps", "3"], 2, "--refiner-steps has no effect without the refiner"),
+    ("image_name_too_long", [*PROMPT, "--image", "i" * 300], 2, "no such file"),
+    ("checkpoint_name_too_long", [*PROMPT, "--checkpoint", "c" * 300], 3, "was not found"),
+    ("checkpoint_of_no_user", [*PROMPT, "--checkpoint", "~no-such-user/x"], 3, "was not found"),
+    ("output_name_too_long", [*PROMPT, "--output", "o" * 300 + ".mp4"], 5, "File name too long"),
+    ("latents_name_too_long", [*PROMPT, "--output", "o" * 245 + ".mp4"], 5, "File name too long"),
     ("latents_with_resume", ["--from-latents", "{latents}", "--resume", "{latents}"], 2, "give one"),
     ("enhance_without_service", [*PROMPT, "--enhance"], 2, "--enhance needs --enhance-url and --enhance-model"),
     ("device_absent", [*PROMPT, "--device", "cuda:99"], 2, "is not there"),
@@ -155,6 +172,54 @@ def test_generate_bad_input(
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]
     assert "Traceback" not in captured.err and captured.out == ""
+    assert listing(tmp_path) == []
+
+
+def test_generate_latents_of_another_checkpoint_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise Interrupted("far enough")
+
+    monkeypatch.setattr(fleet, "open_pipeline", stop)
+    path = tmp_path / "latents.safetensors"
+    for made_by, is_named in (("0" * 16, True), (checkpoint_hash(EMBEDDED), False), ("", False)):
+        save_latents(replace(small_latents(), checkpoint_hash=made_by), path)
+        assert cli.main(["generate", "--from-latents", str(path), "--output", str(tmp_path / "clip.mp4")]) == 130
+        assert ("another checkpoint than nano" in capsys.readouterr().err) is is_named
+
+
+def test_generate_chosen_names_do_not_meet(tmp_path: Path, places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs at a time, and a run after a stopped one, choose different names."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def look(plan: Any, *_: object) -> None:
+        seen.append(plan.files.video.name)
+        if len(seen) == 1:
+            assert cli.main(["generate", "--from-latents", places["latents"]]) == 130
+            plan.files.beside("partial").write_bytes(b"state")
+        raise Interrupted("far enough")
+
+    monkeypatch.setattr(fleet, "open_pipeline", look)
+    for _ in range(2):
+        assert cli.main(["generate", "--from-latents", places["latents"]]) == 130
+    assert seen == ["clip_0001.mp4", "clip_0002.mp4", "clip_0002.mp4"]
+    assert listing(tmp_path) == ["output/clip_0001.partial.safetensors"]
+
+
+def test_generate_stopped_while_the_clip_is_written(
+    places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mux.write_video
+
+    def write_and_stop(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(mux, "write_video", write_and_stop)
+    assert cli.main(["generate", "--from-latents", places["latents"], "--device", "cpu", "--output", str(tmp_path / "clip.mp4")]) == 130
+    assert f"go on with: generate --from-latents {places['latents']}" in capsys.readouterr().err
     assert listing(tmp_path) == []
 
 

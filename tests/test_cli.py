@@ -136,6 +136,21 @@ def test_doctor_missing_component(tmp_path: Path, nano_folder: Path, capsys: pyt
     assert "turbo_vae/checkpoint.ckpt" in text and "hf download" in text and "not ready" in text.splitlines()[-1]
 
 
+def test_doctor_verify_without_a_manifest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all checkpoints: a line, the report goes on to its end; of a named one: not ready."""
+    monkeypatch.delenv("MAGI2_MODELS", raising=False)
+    assert cli.main(["doctor", "--verify"]) == 0
+    text = capsys.readouterr().out
+    assert "NOT VERIFIED" in text and "magi2_manifest.json is missing" in text and text.rstrip().endswith("ready")
+    assert cli.main(["doctor", "--verify", "--checkpoint", "nano"]) == 1
+    assert "not ready: nano was not verified" in capsys.readouterr().out
+
+
+def test_doctor_write_manifest_wants_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--write-manifest"]) == 2
+    assert "name it with --checkpoint" in capsys.readouterr().err
+
+
 def test_doctor_verify_finds_a_flipped_bit(tmp_path: Path, nano_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(nano_folder, folder)

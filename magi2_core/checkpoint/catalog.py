@@ -167,7 +167,7 @@ def is_checkpoint(folder: Path) -> bool:
             continue
         if any(entry in (INDEX_FILE, SINGLE_FILE) or _SHARD.match(entry) for entry in entries):
             return True
-    return (folder / "turbo_vae" / "checkpoint.ckpt").is_file()
+    return os.path.isfile(folder / "turbo_vae" / "checkpoint.ckpt")  # Path.is_file raises where a folder may not be entered
 
 
 def _walk(root: Path, depth: int) -> Iterator[Path]:
@@ -193,7 +193,7 @@ def find_checkpoints(roots: Iterable[Path | str] = ()) -> tuple[Checkpoint, ...]
     found: dict[Path, Checkpoint] = {}
     taken = {EMBEDDED_NAME}
     for root in [*map(Path, roots), *env.model_dirs()]:
-        for folder in _walk(root.expanduser(), SEARCH_DEPTH):
+        for folder in _walk(Path(os.path.expanduser(root)), SEARCH_DEPTH):
             path = folder.resolve()
             if path in found or path == EMBEDDED:
                 continue
@@ -212,7 +212,7 @@ def get_checkpoint(name: str, roots: Iterable[Path | str] = ()) -> Checkpoint:
     for checkpoint in found:
         if checkpoint.name == name:
             return checkpoint
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if is_checkpoint(folder):
         path = folder.resolve()
         return Checkpoint(name=path.name, path=path, components=present_components(path), is_embedded=path == EMBEDDED)

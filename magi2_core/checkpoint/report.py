@@ -126,13 +126,13 @@ def report_component(name: str, root: Path) -> ComponentReport:
 
 def _free_bytes(folder: Path) -> int:
     """Free bytes of the disk that holds `folder` or its nearest existing parent."""
-    place = next(path for path in (folder, *folder.parents) if path.exists())
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     return shutil.disk_usage(place).free
 
 
 def report_checkpoint(root: Path) -> CheckpointReport:
     """Looks at every component of the checkpoint folder `root`, which need not exist yet."""
-    root = Path(root).expanduser().resolve()
+    root = Path(os.path.expanduser(root)).resolve()
     parts = tuple(report_component(name, root) for name in LAYOUTS)
     lacking = sum(max(part.released_bytes - part.file_bytes, 0) for part in parts if part.state in ("missing", "incomplete"))
     lacking += sum(part.released_bytes for part in parts if part.state == "damaged")

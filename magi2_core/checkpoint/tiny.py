@@ -123,7 +123,7 @@ def make_tiny(folder: Path, *, seed: int = 0, sizes: TinySizes | None = None, ov
     """
     sizes = TinySizes() if sizes is None else sizes
     sizes.validate()
-    folder = Path(folder).expanduser().resolve()
+    folder = Path(os.path.expanduser(folder)).resolve()
     old = _check_target(folder, overwrite)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -150,9 +150,9 @@ def _check_target(folder: Path, overwrite: bool) -> list[str]:
     """Files to remove first; raises RequestError when `folder` is in the pack, is a file, or holds what is not ours to replace."""
     if folder == PACK_ROOT or PACK_ROOT in folder.parents:
         raise RequestError(f"{folder} is inside the node pack. Choose a folder outside {PACK_ROOT}.")
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise RequestError(f"{folder} is a file. Choose another folder.")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not os.path.isdir(folder) or not any(folder.iterdir()):
         return []
     if not overwrite:
         raise RequestError(f"{folder} is not empty. Choose a new folder.")
@@ -187,6 +187,8 @@ def _write_all(root: Path, seed: int, sizes: TinySizes) -> None:
         raise RequestError(
             f"make-tiny: these sizes make {total / 1e9:.1f} GB, at most {MAX_BYTES / 1e9:.0f} GB are written. Use smaller sizes."
         )
+    if sizes.shards > len(states["preview"]):
+        raise RequestError(f"make-tiny: {sizes.shards} shards for {len(states['preview'])} tensors. Use fewer shards.")
     folders = {name: root / layout.folder for name, layout in LAYOUTS.items()}
     for path in folders.values():
         path.mkdir()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from magi2_core import __version__, device, env
 from magi2_core.checkpoint import catalog
-from magi2_core.errors import Magi2Error
+from magi2_core.errors import CheckpointError, Magi2Error, RequestError
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,8 @@ class Findings:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; 0 when all that is needed is there, else 1."""
+    if options.write_manifest and not options.checkpoint:
+        raise RequestError("--write-manifest declares one checkpoint trusted: name it with --checkpoint.")
     findings = Findings()
     findings.line(f"ComfyUI-MAGI2 {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     findings.line("\npackages")
@@ -215,7 +217,14 @@ def _checksums(findings: Findings, path: Path, options: argparse.Namespace) -> N
                 bar.finish()
                 findings.line(f"    wrote {target}")
             if options.verify:
-                faults = verify_manifest(path, progress=bar, should_stop=cancel.requested)
+                try:
+                    faults = verify_manifest(path, progress=bar, should_stop=cancel.requested)
+                except CheckpointError as error:
+                    bar.finish()
+                    findings.line(f"    NOT VERIFIED  {error}")
+                    if options.checkpoint:
+                        findings.missing.append(f"{path.name} was not verified")
+                    return
                 bar.finish()
                 for fault in faults:
                     findings.line(f"    DAMAGED  {fault.message}")

@@ -7,11 +7,14 @@ later failure or Ctrl-C loses nothing: sampling can be resumed, decoding and ref
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from magi2_core import env
-from magi2_core.errors import EnhanceError, Interrupted, Magi2Error
+from magi2_core.checkpoint.manifest import checkpoint_hash
+from magi2_core.errors import EnhanceError, Interrupted, Magi2Error, OutputError
 from magi2_core.media import mux
 from magi2_core.media.image import encode_jpeg
 from magi2_core.media.metadata import build_metadata
@@ -21,7 +24,7 @@ from magi2_core.text.enhance import EnhanceSettings, enhance
 
 from . import fleet
 from .cancel import Cancel
-from .plan import Plan, fill_sample, make_plan
+from .plan import Plan, fill_sample, make_plan, next_clip
 from .progress import ProgressBar, clock_text
 
 
@@ -36,8 +39,39 @@ def run(options: argparse.Namespace) -> int:
     plan = make_plan(options)
     if plan.checkpoint.is_embedded and not options.checkpoint:
         say("No --checkpoint given: using the embedded nano, a small trained model of one moving shape with a sound (see README.md).")
+    made_by = None if plan.latents is None else plan.latents.checkpoint_hash
+    if made_by and made_by != checkpoint_hash(plan.checkpoint.path):
+        say(
+            f"These latents were made with another checkpoint than {plan.checkpoint.name}: the clip may be noise (choose with --checkpoint)."
+        )
     if options.enhance:
         plan = _enhanced(plan, options)
+    with _own_name(plan, options) as named:
+        _run_stages(named, options)
+    return 0
+
+
+@contextmanager
+def _own_name(plan: Plan, options: argparse.Namespace) -> Iterator[Plan]:
+    """The plan, under a name that no other run at this time has when the name is not the user's."""
+    if options.output is not None:
+        yield plan
+        return
+    while True:
+        try:
+            plan.files.mark().touch(exist_ok=False)
+            break
+        except FileExistsError:
+            plan = replace(plan, files=replace(plan.files, video=next_clip()))
+        except OSError as error:
+            raise OutputError(f"{plan.files.mark()} cannot be written ({error.strerror or error}). Choose another --output.") from None
+    try:
+        yield plan
+    finally:
+        plan.files.mark().unlink(missing_ok=True)
+
+
+def _run_stages(plan: Plan, options: argparse.Namespace) -> None:
     started = time.monotonic()
     bar = ProgressBar()
     with Cancel() as cancel:
@@ -47,7 +81,6 @@ def run(options: argparse.Namespace) -> int:
         finally:
             bar.finish()
     say(f"done in {clock_text(time.monotonic() - started)}")
-    return 0
 
 
 def _enhanced(plan: Plan, options: argparse.Namespace) -> Plan:

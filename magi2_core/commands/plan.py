@@ -6,6 +6,7 @@ files that will be written. Every wrong value raises here: RequestError, Checkpo
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -41,6 +42,10 @@ class Files:
         """Latents of `kind`: "latents", "refined" or "partial"."""
         return self.video.with_name(f"{self.video.stem}.{kind}.safetensors")
 
+    def mark(self) -> Path:
+        """Empty file that a run keeps while it makes a clip whose name it chose itself."""
+        return self.video.with_name(f".{self.video.stem}.taken")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -63,6 +68,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     start = _starting_latents(options)
     finished = start if options.from_latents else None
     refine = _plan_refine(options, defaults, finished)
+    _check_useful(options, finished is not None, refine is not None)
     prompt = _read_prompt(options, start)
     needs_text = finished is None or refine is not None
     image = load_image(options.image) if options.image else None
@@ -100,7 +106,7 @@ def _starting_latents(options: argparse.Namespace) -> Latents | None:
     path = options.from_latents or options.resume
     if not path:
         return None
-    fixed = ["size", "orientation", "steps", "shift", "seconds"]
+    fixed = ["seed", "size", "orientation", "steps", "shift", "seconds"]
     if options.from_latents:
         fixed += ["video_guidance", "audio_guidance", "stop_after"]
     for name in fixed:
@@ -110,6 +116,24 @@ def _starting_latents(options: argparse.Namespace) -> Latents | None:
     if options.from_latents and latents.solver is not None:
         raise RequestError(f"--from-latents {path}: sampling was cut after {latents.solver.step} steps. Finish it first: --resume {path}")
     return latents
+
+
+REFINER_OPTIONS = ("refiner_steps", "refiner_guidance")
+TEXT_OPTIONS = ("prompt", "prompt_file", "caption", "image", "negative_prompt", "enhance")
+
+
+def _check_useful(options: argparse.Namespace, is_sampled: bool, is_refined: bool) -> None:
+    """Raises RequestError for an option that nothing in this run would look at."""
+    if is_refined:
+        return
+    for name in REFINER_OPTIONS:
+        if getattr(options, name) is not None:
+            raise RequestError(f"--{name.replace('_', '-')} has no effect without the refiner. Add --refine-size, or leave it out.")
+    for name in TEXT_OPTIONS if is_sampled else ():
+        if getattr(options, name):
+            raise RequestError(
+                f"--{name.replace('_', '-')} has no effect on saved latents that are only decoded. Leave it out, or add --refine-size."
+            )
 
 
 def _read_text(option: str, path: str) -> str:
@@ -188,7 +212,7 @@ def _plan_sample(options: argparse.Namespace, defaults: GenerationDefaults, star
             height=height,
             seconds=pick("seconds", defaults.seconds),
             fps=defaults.fps,
-            seed=options.seed,
+            seed=SampleRequest.seed if options.seed is None else options.seed,
             num_inference_steps=int(pick("steps", defaults.num_inference_steps)),
             video_guidance=pick("video_guidance", defaults.video_guidance),
             audio_guidance=pick("audio_guidance", defaults.audio_guidance),
@@ -258,27 +282,33 @@ def _plan_decode(options: argparse.Namespace, finished: Latents | None) -> Decod
     return request
 
 
+def next_clip() -> Path:
+    """The first output/clip_NNNN.mp4 of which nothing is there: no clip, no latents, no state of a stopped run, no run that makes it."""
+    number = 1
+    while True:
+        files = Files(video=Path(f"output/clip_{number:04d}.mp4"))
+        if not any(path.exists() for path in (files.video, files.mark(), *map(files.beside, ("latents", "refined", "partial")))):
+            return files.video
+        number += 1
+
+
 def _plan_files(options: argparse.Namespace) -> Files:
-    if options.output is None:
-        number = 1
-        while Path(f"output/clip_{number:04d}.mp4").exists() or Path(f"output/clip_{number:04d}.latents.safetensors").exists():
-            number += 1
-        video = Path(f"output/clip_{number:04d}.mp4")
-    else:
-        video = Path(options.output)
+    video = next_clip() if options.output is None else Path(options.output)
     if video.suffix.lower() != ".mp4":
         raise RequestError(f"--output {video}: the clip is an mp4 file, the name must end in .mp4.")
     wav = Path(options.wav) if options.wav else None
     if wav is not None and wav.suffix.lower() != ".wav":
         raise RequestError(f"--wav {wav}: the name must end in .wav.")
+    files = Files(video=video, wav=wav)
     for path in (video, wav):
         if path is not None:
             _check_writable(path)
-    return Files(video=video, wav=wav)
+    _check_names(files)
+    return files
 
 
 def _check_writable(path: Path) -> None:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise OutputError(f"{path} is a folder. Name a file in it, e.g. {path / 'clip.mp4'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,6 +318,18 @@ def _check_writable(path: Path) -> None:
         raise OutputError(
             f"folder {path.parent} cannot be written ({error.strerror or error}). Choose another --output or --wav."
         ) from None
+
+
+def _check_names(files: Files) -> None:
+    """Raises OutputError when a name is longer than the folder's file system takes, those of the latents included."""
+    for path in (files.video, files.wav, *(files.beside(kind) for kind in ("latents", "refined", "partial"))):
+        try:
+            if path is not None:
+                os.lstat(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written ({error.strerror or error}). Choose another --output or --wav.") from None
 
 
 def _check_room(files: Files, sample: SampleRequest | None, refine: RefineRequest | None, finished: Latents | None) -> None:

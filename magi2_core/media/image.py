@@ -6,6 +6,7 @@ white and resized a second time to multiples of 32. Facts: spec components.md 7,
 
 import io
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,8 +46,8 @@ def load_image(path: Path | str) -> Tensor:
     """
     pillow, image_ops = load_package("PIL.Image"), load_package("PIL.ImageOps")
     path = Path(path)
-    if not path.is_file():
-        raise RequestError(f"image {path}: {'is a folder' if path.is_dir() else 'no such file'}. Name a PNG, JPEG or WebP file.")
+    if not os.path.isfile(path):  # not Path.is_file: it raises on a name too long or a folder that may not be entered
+        raise RequestError(f"image {path}: {'is a folder' if os.path.isdir(path) else 'no such file'}. Name a PNG, JPEG or WebP file.")
     try:
         pillow.init()
         with pillow.open(path, formats=[name for name in FORMATS if name in pillow.OPEN]) as opened:

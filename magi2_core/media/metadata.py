@@ -5,10 +5,11 @@ tokens are cut. A reader opens older schemas and refuses newer ones by name.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def redact(text: str) -> str:
     key = env.api_key()
     if key:
         text = text.replace(key, "[removed]")
-    home = str(Path.home())
+    home = os.path.expanduser("~")  # stays "~" for a user without a home folder, where Path.home() raises
     if len(home) > 1:
         text = re.sub(re.escape(home) + r"(?=[\\/\s\"']|$)", "~", text)
     return _SECRET_VALUES.sub("[removed]", _HOMES.sub("~", text))

@@ -1,5 +1,6 @@
 """Reads an mp4 back: its stream lengths and tags (probe), or its frames and samples (read_video)."""
 
+import os
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -33,7 +34,7 @@ def open_input(path: Path) -> Any:
     """Opens a media file for reading. Raises RequestError naming it."""
     av = load_package("av")
     path = Path(path).absolute()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RequestError(f"video {path}: no such file.")
     try:
         return av.open(str(path))

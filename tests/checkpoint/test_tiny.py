@@ -120,6 +120,15 @@ def test_make_tiny_refuses_a_used_folder(tiny_folder, tmp_path):
     assert report_checkpoint(folder).is_complete
 
 
+def test_make_tiny_files_can_be_read_by_others_as_the_umask_says(tmp_path):
+    before = os.umask(0o022)
+    try:
+        folder = make_tiny(tmp_path / "shared")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
+
+
 def test_make_tiny_overwrite_spares_other_checkpoints(nano_copy):
     with pytest.raises(RequestError, match="was not written by make-tiny"):
         make_tiny(nano_copy, overwrite=True)
@@ -143,6 +152,7 @@ def test_make_tiny_refuses_the_pack_and_files(tmp_path):
         ({"top_k": 9}, "top_k 9 exceeds"),
         ({"num_layers": 2}, "at least 3"),
         ({"experts": 0}, "experts is 0"),
+        ({"shards": 9999}, "9999 shards for"),
         ({"refiner_groups": 3}, "do not divide"),
         ({"hidden_size": 32, "head_dim": 8}, "empty dense MLP"),
         ({"hidden_size": 3072, "head_dim": 128, "experts": 256, "expert_size": 1280}, "at most 2 GB"),

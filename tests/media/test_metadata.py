@@ -70,3 +70,13 @@ def test_parse_metadata_foreign_and_newer() -> None:
     assert metadata.parse_metadata({}) is None
     with pytest.raises(RequestError, match="schema 99"):
         metadata.parse_metadata({"comment": json.dumps({"format": metadata.FORMAT, "schema": 99})})
+
+
+def test_redact_for_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that runs as a bare user id: no HOME, no entry in the list of users."""
+    monkeypatch.setattr("magi2_core.media.metadata.os.path.expanduser", lambda path: path)
+    assert metadata.redact("/home/anna/x and ~ stay") == "~/x and ~ stay"
+
+
+def test_parse_metadata_nested_deep_is_not_ours() -> None:
+    assert metadata.parse_metadata({"comment": '{"a":' * 20_000 + "1" + "}" * 20_000}) is None
