@@ -163,10 +163,12 @@ class BackendClient:
             self._call("release", RELEASE_SECONDS)
 
     def shutdown(self) -> None:
-        """Ends the head and its workers."""
+        """Ends the head and its workers; returns when a head of this machine is gone."""
         if self.is_connected:
             self._call("shutdown")
             self.close()
+            if self.spec.mode != "attach" or self.spec.address.startswith("unix:"):
+                runtime.wait_gone([int(self._welcome["pid"])], CALL_SECONDS)
 
     def close(self) -> None:
         """Leaves the head; one of mode auto ends with that."""
@@ -333,11 +335,11 @@ def rebuild_error(header: dict[str, Any]) -> Magi2Error:
 
 
 def find_token(folder: Path, address: str) -> str:
-    """Token of the head of this machine that listens at a TCP address. Raises RequestError when none is known."""
+    """Token of the head of this machine that listens at a TCP address, "" when none is known."""
     for record in runtime.list_runtime_files(folder):
         if record.address == address:
             return (folder / f"{record.key}.token").read_text()
-    raise RequestError(f"no token is known for {address}. Copy the text of the token file that `serve` names into MAGI2_TOKEN.")
+    return ""
 
 
 pool = Pool(BackendClient)

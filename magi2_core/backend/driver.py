@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--rendezvous", required=True)
     options = parser.parse_args()
+    os.umask(0o077)
     # Libraries print to descriptor 1: they get the log, the answers a descriptor of their own.
     _outlet.stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -1,6 +1,7 @@
 """The result of a stage as files in the runtime directory: tensors as safetensors, frames as a mapped file, or an mp4 of the user's."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,19 @@ from . import faults, messages, runtime
 from .files import DecodeToFileRequest, VideoFile
 
 
-def write_result(request: Any, result: Any, folder: Path, number: int, should_stop: Callable[[], bool]) -> dict[str, Any]:
-    """Writes what rank 0 has made; returns header, body file and frames file. Raises OutputError when there is no room."""
+def write_result(request: Any, result: Any, stem: Path, should_stop: Callable[[], bool], video_mode: int) -> dict[str, Any]:
+    """Writes what rank 0 has made; returns header, body file and frames file. Raises OutputError when there is no room.
+
+    Args: request and result of the stage; `stem` of the files in the runtime directory; `video_mode`: permissions of a file the user asked for.
+    """
     frames = None
     if isinstance(request, DecodeToFileRequest):
         result = write_video(request, result, should_stop)
+        os.chmod(result.path, video_mode)
     elif isinstance(result, Clip) and result.frames is not None:
-        frames = write_frames(result.frames, folder / f"{number}.frames")
+        frames = write_frames(result.frames, stem.with_suffix(".frames"))
         result = replace(result, frames=None)
-    path = folder / f"{number}.result"
+    path = stem.with_suffix(".result")
     header, size = messages.pack_to_file(result, path)
     return {"message": header, "body": str(path) if size else None, "frames": frames}
 

@@ -44,6 +44,7 @@ class Service:
         self.pipeline, self.groups, self.rank = pipeline, groups, groups.rank
         self.reporter = Reporter()
         self.observers: list[Observer] = []
+        self.video_mode = 0o644
         self._folder = folder
         self._rejoin = rejoin
         self._watchdog = Watchdog(step_seconds, self._stalled)
@@ -77,6 +78,7 @@ class Service:
         """Makes the process groups again after a failure."""
 
         def task() -> dict[str, Any]:
+            self._leave_groups()  # this rank may have finished its part when another one failed
             self._rejoin(tag)
             return {}
 
@@ -140,7 +142,7 @@ class Service:
             }
         }
         if self.groups.is_first:
-            answer |= write_result(request, result, self._folder, number, lambda: number in self._cancelled)
+            answer |= write_result(request, result, self._folder / str(number), lambda: number in self._cancelled, self.video_mode)
         return answer
 
     def _stage(self, stage: str, request: Any, hooks: StageHooks) -> Any:

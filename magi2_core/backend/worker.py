@@ -34,6 +34,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--rank", type=int, required=True)
     options = parser.parse_args()
+    options.umask = os.umask(0o077)  # of the user; it holds for the files that the user asks for
     deathwatch.watch_parent(lambda reason: os._exit(0))
     faulthandler.enable()
     logging.basicConfig(level=env.log_level(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
@@ -59,6 +60,7 @@ def _serve(options: argparse.Namespace) -> None:
         service.adopt_handles(groups, create_groups(layout, rank, options.device, generation / f"groups-{tag}"))
 
     own = service.Service(pipeline, groups, folder=Path(options.folder), step_seconds=spec.step_seconds, rejoin=rejoin)
+    own.video_mode = 0o666 & ~options.umask
     faults.install(own)
     service.install(own)
     logging.getLogger(__name__).info("rank %d of %d on %s, layout %s", rank, layout.world, options.device, layout.name)
