@@ -93,7 +93,8 @@ async function execute(name, steps) {
   );
   await page.evaluate(() => void window.app.queuePrompt(0, 1));
   const shots = (async () => {
-    await page.waitForFunction(() => window.seen.preview > 0 || window.seen.over, null, { timeout: 400000 });
+    const halfway = (steps) => window.seen.preview >= steps / 2 || window.seen.over;
+    await page.waitForFunction(halfway, steps, { timeout: 400000 });
     await page.waitForTimeout(400);
     await page.screenshot({ path: join(job.folder, `${name}_running.png`) });
   })();
