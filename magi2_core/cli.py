@@ -6,6 +6,7 @@ The bodies live in `magi2_core/commands/` and are imported when their command ru
 
 import argparse
 import importlib
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -132,7 +133,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="NODE.INPUT=VALUE",
         help="change an input first; NODE is an id, a title or a class; a file is uploaded when the input takes files (may be repeated)",
     )
-    parser.add_argument("--output", metavar="DIR|FILE", help="folder for the files it writes, or the name of its only one (default: output)")
+    parser.add_argument(
+        "--output", metavar="DIR|FILE", help="folder for the files it writes, or the name of its only one (default: output)"
+    )
     parser.add_argument("--server", metavar="URL", help="a running ComfyUI")
     parser.add_argument("--comfyui", metavar="DIR", help="a ComfyUI folder: start it without a window, and end it afterwards")
     parser.add_argument(
@@ -234,6 +237,9 @@ def _report(error: BaseException) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a console or pipe that cannot show a file name must not turn a finished clip into an error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if not arguments:
             build_parser().print_help()

@@ -119,6 +119,33 @@ def test_generate_without_output_takes_the_next_free_name(tmp_path: Path, monkey
     assert (tmp_path / "output" / "clip_0002.partial.safetensors").is_file()
 
 
+ASCII_PROBE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import packages
+del sys.path[0]
+packages.register()
+from magi2_core import cli
+from magi2_core.commands import fleet
+
+def stop(plan, *rest):
+    sys.stdout.write(plan.encode.prompt + " " + plan.files.video.name)
+    raise KeyboardInterrupt
+
+fleet.open_pipeline = stop
+sys.exit(cli.main(["generate", "--device", "cpu", "--prompt", sys.argv[2], "--output", sys.argv[3]]))
+"""
+
+
+def test_generate_under_an_ascii_locale(tmp_path: Path) -> None:
+    """A prompt is the UTF-8 that was typed whatever the locale; a stdout that cannot show it does not fail the run."""
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+    line = [sys.executable, "-c", ASCII_PROBE, str(ROOT / "magi2_core"), "ein Kreis \u00e9 \u56fe", str(tmp_path / "\u00fc.mp4")]
+    done = subprocess.run(line, env=env, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 130, done.stderr.decode()
+    assert b"ein Kreis \\xe9 \\u56fe" in done.stdout and b".mp4" in done.stdout
+
+
 def test_doctor_complete_checkpoint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MAGI2_MODELS", raising=False)
     assert cli.main(["doctor"]) == 0

@@ -160,8 +160,16 @@ def _read_prompt(options: argparse.Namespace, start: Latents | None) -> str | No
             raise RequestError(f"--caption {options.caption}: holds a JSON {type(value).__name__}, expected an object.")
         return text.strip()
     if options.prompt is not None:
-        return options.prompt
+        return _as_utf8(options.prompt)
     return start.prompt if start is not None else None
+
+
+def _as_utf8(argument: str) -> str:
+    """An argument that Python read under an ASCII locale (each other byte became a surrogate) as the UTF-8 it was; others as they are."""
+    try:
+        return argument.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        return argument
 
 
 def _plan_encode(options: argparse.Namespace, prompt: str | None, image: torch.Tensor | None, start: Latents | None) -> EncodeRequest:
