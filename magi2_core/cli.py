@@ -7,6 +7,7 @@ The bodies live in `magi2_core/commands/` and are imported when their command ru
 import argparse
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -237,6 +238,9 @@ def _report(error: BaseException) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a daemon or a windowless start has none
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a console or pipe that cannot show a file name must not turn a finished clip into an error
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -146,6 +146,14 @@ def test_generate_under_an_ascii_locale(tmp_path: Path) -> None:
     assert b"ein Kreis \\xe9 \\u56fe" in done.stdout and b".mp4" in done.stdout
 
 
+def test_main_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)
+        patched.setattr(sys, "stderr", None)
+        assert cli.main([*QUICK, "--output", "/nowhere-that-exists/clip.txt"]) == 2
+        assert cli.main(["doctor"]) in (0, 1)
+
+
 def test_doctor_complete_checkpoint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MAGI2_MODELS", raising=False)
     assert cli.main(["doctor"]) == 0
