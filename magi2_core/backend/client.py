@@ -20,9 +20,10 @@ from magi2_core import env
 from magi2_core.errors import BackendDiedError, Magi2Error, RequestError
 
 from . import launcher, messages, runtime
+from .bodies import LARGE, FileSink
 from .files import DecodeToFileRequest, VideoFile
 from .pool import Pool
-from .protocol import Closed, Connection, Frame, ProtocolError, connect
+from .protocol import Closed, Connection, Frame, MemorySink, ProtocolError, Sink, connect
 from .spec import BackendSpec
 
 __all__ = ["BackendClient", "BackendSpec", "DecodeToFileRequest", "Event", "Job", "VideoFile", "pool"]
@@ -122,12 +123,16 @@ class BackendClient:
         if type(request) not in messages.STAGE_OF:
             raise RequestError(f"a {type(request).__name__} is no request of a stage.")
         request.validate()
-        header, body = messages.pack(request)
-        job = Job(self, request)
         self.connect()
+        path = self._body_path()
+        header, body = messages.pack(request, path)
+        job = Job(self, request)
         with self._changed:
             self._jobs[job.id] = job
-        self._send({"kind": "submit", "job": job.id, "message": header}, body)
+        try:
+            self._send({"kind": "submit", "job": job.id, "message": header}, body)
+        finally:
+            path.unlink(missing_ok=True)
         return job
 
     def fetch(self, job_id: str) -> Job:
@@ -270,10 +275,18 @@ class BackendClient:
             return True
         raise BackendDiedError(f"the head did not answer {name} in {seconds:g} s. End it: python -m magi2_core kill")
 
+    def _body_path(self) -> Path:
+        """A new name for a large body in the runtime directory."""
+        return runtime.prepare(self._folder) / f"{uuid.uuid4().hex}.body"
+
+    def _sink(self, header: dict[str, Any], size: int) -> Sink:
+        path = self._body_path()
+        return FileSink(path) if size >= LARGE and runtime.has_room(path.parent, size) else MemorySink()
+
     def _receive(self, connection: Connection) -> None:
         try:
             while True:
-                self._handle(connection.receive())
+                self._handle(connection.receive(make_sink=self._sink))
         except Magi2Error as error:
             reason = str(error)
         except Exception as error:
@@ -308,11 +321,15 @@ class BackendClient:
             return
         job = self._jobs.get(header.get("job", ""))
         if job is None:
+            if isinstance(frame.body, Path):
+                frame.body.unlink(missing_ok=True)
             return
         if frame.kind == "error":
             event = Event(kind="error", value=rebuild_error(header))
         else:
             event = Event(kind=frame.kind, value=messages.unpack(header["message"], frame.body))
+            if isinstance(frame.body, Path):
+                frame.body.unlink(missing_ok=True)  # mapped: the pages go with the tensors
         if frame.kind == "done":
             if header["frames"]:
                 frames = messages.map_frames(Path(header["frames"]["path"]), header["frames"]["shape"])

@@ -22,10 +22,11 @@ from magi2_core import env
 from magi2_core.errors import BackendBusyError, BackendDiedError, Interrupted, Magi2Error, OutputError, RequestError
 
 from . import deathwatch, messages, runtime
+from .bodies import NO_ROOM
 from .fleet import Fleet, StageResult
 from .jobs import Job, JobBook
 from .launcher import HEAD_EXISTS
-from .link import NO_ROOM, Link, error_header, refuse
+from .link import Link, error_header, refuse
 from .outbox import Letter
 from .protocol import Connection, ProtocolError, listen
 from .spec import BackendSpec

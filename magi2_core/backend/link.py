@@ -5,7 +5,6 @@ Before the handshake a peer may send one small header and nothing else. Anything
 
 import hmac
 import logging
-import mmap
 import os
 import threading
 import uuid
@@ -16,6 +15,7 @@ import magi2_core
 from magi2_core.errors import Magi2Error
 
 from . import runtime
+from .bodies import FileSink
 from .outbox import Letter, Outbox
 from .protocol import FROM_CLIENT, Closed, Connection, ProtocolError
 
@@ -27,45 +27,6 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS, HELLO_BYTES = 10.0, 4096
 MAX_REQUEST = 2 << 30
 """Largest request body: refined latents with a solver state and injected noise stay far below."""
-
-
-NO_ROOM = "no room"
-
-
-class FileSink:
-    """Receives a body straight into a mapped file of the runtime directory, which every rank then maps; dropped when there is no room."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._map: mmap.mmap | None = None
-
-    def open(self, size: int) -> memoryview | None:
-        """The mapped file; None when the disk has no room."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            if runtime.free_bytes(self._path.parent) < size + runtime.SPARE_BYTES:
-                raise OSError
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)
-            else:
-                os.truncate(descriptor, size)
-            self._map = mmap.mmap(descriptor, size)
-        except OSError:
-            self._path.unlink(missing_ok=True)
-            return None
-        finally:
-            os.close(descriptor)
-        return memoryview(self._map)
-
-    def close(self, complete: bool) -> Path | str | None:
-        """The file; NO_ROOM when it was dropped, None when it is not whole."""
-        if self._map is None:
-            return NO_ROOM
-        self._map.close()
-        if not complete:
-            self._path.unlink(missing_ok=True)
-            return None
-        return self._path
 
 
 class Link:
@@ -151,7 +112,7 @@ class Link:
                 body.unlink(missing_ok=True)
             raise
 
-    def _sink(self, header: dict[str, Any]) -> FileSink:
+    def _sink(self, header: dict[str, Any], size: int) -> FileSink:
         return FileSink(self._head.work / f"{uuid.uuid4().hex}.request")
 
 

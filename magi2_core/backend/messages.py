@@ -4,11 +4,8 @@ What comes from a socket is built only from the dataclasses of `request.WIRE_TYP
 before anybody uses it, so a malformed message cannot reach a worker.
 """
 
-import json
-import mmap
 import types
 import typing
-import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -23,7 +20,6 @@ from torch import Tensor
 from magi2_core.errors import Magi2Error, OutputError, RequestError
 from magi2_core.media.preview import ColoursRequest
 from magi2_core.request import (
-    WIRE_TYPES,
     DecodeRequest,
     EncodeRequest,
     RefineRequest,
@@ -32,6 +28,8 @@ from magi2_core.request import (
     to_message,
 )
 
+from . import runtime
+from .bodies import LARGE
 from .files import DecodeToFileRequest
 
 STAGE_OF: dict[type, str] = {
@@ -44,9 +42,12 @@ STAGE_OF: dict[type, str] = {
 }
 
 
-def pack(value: Any) -> tuple[Any, bytes]:
-    """Header and body of a value; the body is b"" without tensors."""
+def pack(value: Any, path: Path | None = None) -> tuple[Any, bytes | Path]:
+    """Header and body of a value; the body is b"" without tensors, and the file `path`, where one is given, when it is large."""
     header, tensors = to_message(value)
+    if path is not None and sum(tensor.nbytes for tensor in tensors.values()) >= LARGE:
+        _save(tensors, path)
+        return header, path
     return header, safetensors.torch.save(tensors) if tensors else b""
 
 
@@ -55,9 +56,14 @@ def pack_to_file(value: Any, path: Path) -> tuple[Any, int]:
     header, tensors = to_message(value)
     if not tensors:
         return header, 0
+    _save(tensors, path)
+    return header, path.stat().st_size
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    runtime.check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()), "the tensors of a job")
     try:
-        safetensors.torch.save_file(tensors, str(path))
-        return header, path.stat().st_size
+        safetensors.torch.save_file(dict(tensors), str(path))
     except (OSError, SafetensorError) as error:
         path.unlink(missing_ok=True)
         raise OutputError(f"{path} could not be written: {error}. Free space, or set MAGI2_RUNTIME_DIR to a larger disk.") from None
@@ -145,20 +151,6 @@ def _check_union(value: Any, kinds: tuple[Any, ...], where: str) -> None:
 def _need(fits: bool, value: Any, wanted: Any, where: str) -> None:
     if not fits:
         raise RequestError(f"{where} is {type(value).__name__}, expected {getattr(wanted, '__name__', wanted)}.")
-
-
-def request_hash(header: Any, body: Path | None) -> str:
-    """What the ranks compare before a stage: the header's text and a checksum of the body as this rank reads it."""
-    checksum = 0
-    if body is not None:
-        with open(body, "rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            checksum = zlib.crc32(data)
-    return f"{json.dumps(header, sort_keys=True)}#{checksum:08x}"
-
-
-def is_wire_type(value: Any) -> bool:
-    """Whether `pack` takes the value."""
-    return type(value).__name__ in WIRE_TYPES
 
 
 def map_frames(path: Path, shape: list[int]) -> Tensor:

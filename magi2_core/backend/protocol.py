@@ -142,7 +142,7 @@ class Connection:
     def receive(
         self,
         *,
-        make_sink: Callable[[dict[str, Any]], Sink] | None = None,
+        make_sink: Callable[[dict[str, Any], int], Sink] | None = None,
         max_body: int = MAX_BODY,
         max_header: int = MAX_HEADER,
         allowed: tuple[str, ...] | None = None,
@@ -150,7 +150,7 @@ class Connection:
         """The next frame. Raises Closed at the end, ProtocolError on a frame that is none.
 
         Args:
-            make_sink: header -> where its body goes; default memory.
+            make_sink: header and size -> where its body goes; default memory.
             max_body, max_header: limits below the protocol's own, for a peer that has not said hello.
             allowed: kinds that this side takes.
         """
@@ -168,7 +168,7 @@ class Connection:
             return Frame(header=header)
         if header["kind"] not in WITH_BODY:
             raise ProtocolError(f"{header['kind']} has no body.")
-        sink = make_sink(header) if make_sink else MemorySink()
+        sink = make_sink(header, body_size) if make_sink else MemorySink()
         return Frame(header=header, body=self._read_body(sink, body_size))
 
     def _read_body(self, sink: Sink, size: int) -> Any:

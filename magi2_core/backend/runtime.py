@@ -191,6 +191,11 @@ def check_room(folder: Path, wanted: int, what: str) -> None:
         )
 
 
+def has_room(folder: Path, wanted: int) -> bool:
+    """Whether `wanted` bytes (and a little) are free there."""
+    return free_bytes(folder) >= wanted + SPARE_BYTES
+
+
 def free_bytes(folder: Path) -> int:
     """Bytes free for this user in the file system of `folder`."""
     return shutil.disk_usage(folder).free
