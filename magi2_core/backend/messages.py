@@ -20,6 +20,7 @@ from torch import Tensor
 from magi2_core.errors import Magi2Error, OutputError, RequestError
 from magi2_core.media.preview import ColoursRequest
 from magi2_core.request import (
+    WIRE_TYPES,
     DecodeRequest,
     EncodeRequest,
     RefineRequest,
@@ -74,6 +75,8 @@ def unpack(header: Any, body: bytes | bytearray | Path | None) -> Any:
     try:
         tensors = _tensors(body)
         value = from_message(header, tensors)
+        if type(value).__name__ not in WIRE_TYPES:
+            raise RequestError(f"the message holds a {type(value).__name__}, expected one of {', '.join(sorted(WIRE_TYPES))}.")
         _check(value, type(value), type(value).__name__)
         return value
     except Magi2Error:

@@ -56,11 +56,16 @@ class Reporter:
 
     def __init__(self) -> None:
         self._under_way = 0
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def is_busy(self) -> bool:
         """Whether an event that may be dropped would be."""
         return self._under_way >= self.MOST_UNDER_WAY
+
+    def wait(self, seconds: float) -> None:
+        """Waits, bounded, until the head has everything: events of a job come before its answer."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way, seconds)
 
     def send(self, event: dict[str, Any]) -> "torch.futures.Future[None]":
         """Sends one event and does not wait."""
@@ -68,12 +73,13 @@ class Reporter:
 
         from . import driver
 
-        with self._lock:
+        with self._changed:
             self._under_way += 1
         future = rpc.rpc_async("driver", driver.deliver, args=(json.dumps(event),), timeout=0)
         future.add_done_callback(self._done)
         return future
 
     def _done(self, future: Any) -> None:
-        with self._lock:
+        with self._changed:
             self._under_way -= 1
+            self._changed.notify_all()

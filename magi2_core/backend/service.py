@@ -34,6 +34,7 @@ from .rpc import Reporter
 from .watchdog import Position, Watchdog, is_exchanging
 
 log = logging.getLogger(__name__)
+REPORT_SECONDS = 1.0
 Observer = Callable[[Position], None]
 
 
@@ -119,6 +120,7 @@ class Service:
                 self._leave_groups()
             return failure
         finally:
+            self.reporter.wait(REPORT_SECONDS)
             self._watchdog.rest(finished)
             self._cancelled.discard(number)
 

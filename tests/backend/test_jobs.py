@@ -150,7 +150,7 @@ def test_jobs_of_a_client_that_left_are_cancelled(fleet, faults, sample, tiny: P
 
 def test_result_is_kept_until_it_is_acknowledged(fleet, sample, finished, tiny: Path, folder: Path, helper, monkeypatch) -> None:
     second = BackendClient(BackendSpec(checkpoint=str(tiny), mode="attach", address=fleet.status()["address"]), folder)
-    before = fleet.status()["recent"][-1]["number"]
+    before, kept = fleet.status()["recent"][-1]["number"], fleet.status()["kept"]
     with monkeypatch.context() as patch:
         # The result is on its way, and the connection is lost before the client has seen it.
         patch.setattr(second, "_handle", lambda frame: None)
@@ -159,8 +159,9 @@ def test_result_is_kept_until_it_is_acknowledged(fleet, sample, finished, tiny: 
         second._connection.close()
         with pytest.raises(BackendDiedError):
             job.result(10)
+    assert fleet.status()["kept"] == kept + 1
     assert second.fetch(job.id).result(10).sha256() == finished.sha256()
-    assert helper.wait_for(lambda: fleet.status()["kept"] == 0)
+    assert helper.wait_for(lambda: fleet.status()["kept"] == kept)
     with pytest.raises(BackendDiedError, match="keeps nothing"):
         second.fetch(job.id).result(10)
     second.close()

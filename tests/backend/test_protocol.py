@@ -140,13 +140,12 @@ def greeted(address: str) -> Connection:
 
 def is_closed(connection: Connection) -> bool:
     """Whether the head closes the connection; anything it still says before that is read."""
+    begun = time.monotonic()
     try:
         while True:
             connection.receive()
     except Closed:
-        return True
-    except TimeoutError:
-        return False
+        return time.monotonic() - begun < 4  # a wait that is over after 5 s looks the same
 
 
 def malformed(rng: random.Random, kind: int, valid: bytes) -> bytes:
