@@ -17,7 +17,7 @@ from magi2_core import cli
 from magi2_core.backend import launcher, runtime
 from magi2_core.backend.client import BackendClient, BackendSpec, DecodeToFileRequest, pool
 from magi2_core.errors import BackendDiedError, CheckpointError, OutputError, RequestError
-from magi2_core.request import DecodeRequest
+from magi2_core.request import DecodeRequest, save_latents
 
 OWNER = Path(__file__).resolve().parent / "owner.py"
 START = Path(magi2_core.__file__).parent / "packages.py"
@@ -213,6 +213,23 @@ def test_serve_attach_ps_kill(tiny: Path, folder: Path, sample: Callable, monkey
     assert cli.main(["ps"]) == 0 and capsys.readouterr().out == ""
     with pytest.raises(BackendDiedError, match="serve"):
         BackendClient(client.spec, folder).submit(sample())
+
+
+def test_generate_on_a_fleet(tiny: Path, folder: Path, sample: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setenv("MAGI2_RUNTIME_DIR", str(folder))
+    process, address = serve(folder, "--checkpoint", str(tiny), "--devices", "cpu")
+    client = BackendClient(BackendSpec(checkpoint="", mode="attach", address=address), folder)
+    latents = client.submit(sample(num_inference_steps=1)).result(120)
+    save_latents(latents, tmp_path / "made.safetensors")
+    decode = ["generate", "--from-latents", str(tmp_path / "made.safetensors"), "--checkpoint", str(tiny), "--backend", "attach"]
+    assert cli.main([*decode, "--address", address, "--output", str(tmp_path / "clip.mp4")]) == 0
+    assert "25 frames" in capsys.readouterr().out and client.status()["recent"][-1]["stage"] == "decode"
+    assert cli.main([*decode, "--output", str(tmp_path / "clip2.mp4")]) == RequestError.exit_code and "address" in capsys.readouterr().err
+    local = [*decode, "--device", "cpu", "--address", address, "--output", str(tmp_path / "clip2.mp4")]
+    assert cli.main(local) == RequestError.exit_code and "--devices" in capsys.readouterr().err
+    pool.close()
+    client.shutdown()
+    assert process.wait(10) == 0
 
 
 def test_kill_ends_a_head_that_does_not_answer(tiny: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
