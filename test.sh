@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . .ci/setup.sh
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}"
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy --explicit-package-bases magi2_core kernels nodes

@@ -71,7 +71,8 @@ def child_environment(changes: dict[str, str]) -> dict[str, str]:
         for name, value in os.environ.items()
         if (name in CHILD_VARIABLES or name.startswith(CHILD_PREFIXES)) and name not in HOST_ONLY
     }
-    return {"NCCL_NVLS_ENABLE": "0", "PYTHONUNBUFFERED": "1", **kept, **changes}
+    # PASSIVE: threads of a worker that wait for each other sleep. Spinning, two workers on a busy CPU took ten times as long a step.
+    return {"NCCL_NVLS_ENABLE": "0", "PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE", **kept, **changes}
 
 
 def visible_devices() -> list[str] | None:

@@ -49,7 +49,6 @@ class TextEncode(io.ComfyNode):
                     io.String,
                     "prompt",
                     multiline=True,
-                    dynamic_prompts=True,
                     default=EXAMPLE,
                     tooltip="What the clip shows and sounds like. MAGI-2 was trained on long, detailed captions: Prompt Enhance writes one.",
                 ),

@@ -33,8 +33,8 @@ def empty_image(number: int, **more: Any) -> dict[str, Any]:
     return node(number, "EmptyImage", [64, 32, 1, 255], outputs=["IMAGE"], **more)
 
 
-def convert(nodes: list[dict[str, Any]], links: list[Any], **more: Any) -> dict[str, Any]:
-    prompt = to_prompt({"nodes": nodes, "links": links, **more}, INFO, random.Random(0))
+def convert(nodes: list[dict[str, Any]], links: list[Any], info: dict[str, Any] = INFO, **more: Any) -> dict[str, Any]:
+    prompt = to_prompt({"nodes": nodes, "links": links, **more}, info, random.Random(0))
     return {name: {**item["inputs"]} for name, item in prompt.items()}
 
 
@@ -169,10 +169,16 @@ def test_named_values_dynamic_combo() -> None:
 
 
 def test_to_prompt_wraps_a_list_and_resolves_dynamic_prompts() -> None:
-    nodes = [node(1, "Magi2TextEncode", ["a {red|red} circle // aside", "{x|y}"]), node(2, "Magi2SaveLatent", [[1, 2]])]
-    found = convert(nodes, [])
-    assert found["1"] == {"prompt": "a red circle ", "negative_prompt": "{x|y}"}
+    text = {"input": {"required": {"text": ["STRING", {"dynamicPrompts": True}], "plain": ["STRING", {}]}}, "output_node": True}
+    nodes = [node(1, "Text", ["a {red|red} circle // aside", "{x|y}"]), node(2, "Magi2SaveLatent", [[1, 2]])]
+    found = convert(nodes, [], {**INFO, "Text": text})
+    assert found["1"] == {"text": "a red circle ", "plain": "{x|y}"}
     assert found["2"] == {"filename_prefix": {"__value__": [1, 2]}}
+
+
+def test_to_prompt_keeps_the_braces_of_a_json_caption() -> None:
+    caption = '{"global_layer": {"context": "a // b"}}'
+    assert convert([node(1, "Magi2TextEncode", [caption, ""])], [])["1"]["prompt"] == caption
 
 
 @pytest.mark.parametrize(
