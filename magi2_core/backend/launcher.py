@@ -149,7 +149,8 @@ def start_head(spec: BackendSpec, name: str, folder: Path) -> Child:
     while time.monotonic() < until:
         code = child.process.poll()
         record = runtime.read_runtime_file(folder, name)
-        if record is not None and (record.pid == child.pid or code == HEAD_EXISTS):
+        is_other = record is not None and code == HEAD_EXISTS and runtime.is_alive(record.pid, record.started)
+        if record is not None and (record.pid == child.pid or is_other):
             return child
         if code is not None and code != HEAD_EXISTS:
             raise head_failure(log, before, f"the head ended with exit code {code} before it was ready")

@@ -131,8 +131,16 @@ class HeadLock:
         self._path = folder / f"{key}.lock"
         self._file: IO[str] | None = None
 
-    def acquire(self) -> bool:
-        """True when this process holds it now."""
+    def acquire(self, seconds: float = 1.0) -> bool:
+        """True when this process holds it now. A killed holder may keep it for a moment: its threads end one after the other."""
+        until = time.monotonic() + seconds
+        while not self._try():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _try(self) -> bool:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         file = os.fdopen(descriptor, "r+")
         try:
@@ -172,7 +180,7 @@ def prune(folder: Path) -> None:
     folders = sorted((path for path in folder.iterdir() if path.is_dir() and path.name != "logs"), key=lambda path: path.stat().st_mtime)
     for path in folders[:-KEPT_LOG_FOLDERS]:
         lock = HeadLock(folder, path.name)
-        if lock.acquire():
+        if lock.acquire(0):
             remove_stale(folder, path.name)
             shutil.rmtree(path, ignore_errors=True)
             for log in (folder / "logs").glob(f"{path.name}.log*"):
