@@ -59,12 +59,19 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
+def threads_of_a_rank(world: int) -> int:
+    """Threads of one of `world` ranks that share this host's cores."""
+    import torch
+
+    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // world))
+
+
 def main() -> int:
     """One rank."""
     rank, world, init_method, script, *arguments = sys.argv[1:]
     import torch
 
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // int(world))))
+    torch.set_num_threads(threads_of_a_rank(int(world)))
     spec = importlib.util.spec_from_file_location("magi2_rank_script", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
