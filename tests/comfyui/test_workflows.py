@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,9 @@ def test_run_node_error_is_the_message_of_the_node(server: Server, capsys: pytes
     assert "error: the workflow failed at node 4 (Magi2DecodeToVideo): " in text and "height" in text
 
 
-def command(installation: Installation, *arguments: str) -> subprocess.Popen[str]:
+def command(installation: Installation, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     """`run` as a process of its own, with the interpreter of the tests."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, installation.extra_path)), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, installation.extra_path)), "OMP_NUM_THREADS": "1", **variables}
     start = [sys.executable, str(ROOT / "magi2_core" / "packages.py"), "magi2_core.cli", "run", *arguments]
     return subprocess.Popen(start, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -165,19 +166,19 @@ def test_headless_host_starts_runs_and_leaves_nothing(installation: Installation
 
 def test_headless_host_ends_when_its_starter_is_killed(installation: Installation, tmp_path: Path) -> None:
     arguments = ("--comfyui", str(installation.tree), "--comfyui-python", str(installation.python), "--output", str(tmp_path))
-    process = command(installation, str(WORKFLOWS / "magi2_keep_latents.json"), "--set", "Sampler.steps=900", *arguments)
+    own = tempfile.mkdtemp(prefix="m2-")  # the server's folder lies there, so that another run on this machine is not taken for ours
+    process = command(installation, str(WORKFLOWS / "magi2_keep_latents.json"), "--set", "Sampler.steps=900", *arguments, TMPDIR=own)
     until = time.monotonic() + 120
-    while time.monotonic() < until and not any(f"guard.py\0{installation.tree}" in line for line in _members("magi2-comfyui-")):
+    while time.monotonic() < until and not any(f"guard.py\0{installation.tree}" in line for line in _members(own)):
         time.sleep(0.2)
-    ours = [line.split("--base-directory\0")[1].split("\0")[0] for line in _members("magi2-comfyui-") if "--base-directory\0" in line]
+    started = _members(own)
     process.kill()
     process.communicate()
     until = time.monotonic() + 30
-    while time.monotonic() < until and any(_members(base) for base in ours):
+    while time.monotonic() < until and _members(own):
         time.sleep(0.2)
-    assert ours and not any(_members(base) for base in ours)
-    for base in ours:
-        shutil.rmtree(base, ignore_errors=True)
+    assert started and not _members(own)
+    shutil.rmtree(own, ignore_errors=True)
 
 
 def test_help_pages_and_templates_are_served(server: Server) -> None:
