@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from magi2_core.commands import fleet_options
 
-from . import __version__
+from . import __version__, env
 from .errors import DependencyError, Magi2Error, OutOfMemoryError, RequestError
 
 PROGRAM = "python -m magi2_core"
@@ -238,6 +238,7 @@ def _report(error: BaseException) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    env.set_sleeping_threads()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # a daemon or a windowless start has none
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends

@@ -124,6 +124,14 @@ def acceleration_choice() -> str:
     return os.environ.get("MAGI2_STEP", "auto").lower()
 
 
+def set_sleeping_threads() -> None:
+    """Lets threads that wait for each other sleep, unless the user chose otherwise: spinning, a step on a busy CPU took ten times as long.
+
+    Read when torch is loaded, so set before.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def set_deterministic_workspace() -> None:
     """Gives cuBLAS the fixed workspace that deterministic algorithms need, unless the user chose one. Read by torch only once, so set early."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
