@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from .segments import ModalitySegments
 
@@ -22,7 +22,7 @@ def opaque(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]]
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        op = torch.library.custom_op(f"magi2_kernels::{name}", launcher, mutates_args=())
+        op = library.custom_op(f"magi2_kernels::{name}", launcher, mutates_args=())
         op.register_fake(fake)
 
         def call(*args: Any) -> Any:

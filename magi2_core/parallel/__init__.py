@@ -10,5 +10,5 @@
 | ranks | runs a script on N processes of this host, for tests and measurements |
 
 Bit-equal to one rank: exchanges, decoder windows, what one rank encodes or decodes for all, and one rank with a process group. Bit-equal
-among the ranks and from run to run: everything. The rest agrees to rounding: a matrix product of another height may sum another way.
+among the ranks of a fleet: everything. The rest agrees to rounding: a matrix product of another height may sum another way.
 """

@@ -1,7 +1,7 @@
 """The same clip on every layout, on real gloo processes: golden and random cases, whole pipelines, cancelling, and the exchanges.
 
-Bit-equal to one rank: every exchange, decoder windows, what one rank encodes or decodes for all. Bit-equal among the ranks of a fleet,
-and from run to run: all. Else a matrix product of another height, or the CPU's vector tails, may round another way (limits below).
+Bit-equal to one rank: every exchange, decoder windows, what one rank encodes or decodes for all. Bit-equal among the ranks of a fleet:
+all. Else a matrix product of another height, or the CPU's vector tails, may round another way (limits below).
 """
 
 import sys
