@@ -14,12 +14,13 @@ All give the natural-log sum of exponentials. Times on one H200: tests/bench/res
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..common.choice import Choice
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int], float], tuple[Tensor, Tensor]]
 """q, k, v [S, H, Dh], cu_seqlens int32 tensor, the same numbers on the host, scale; gives [S, H, Dh] and fp32 [H, S]."""
@@ -150,30 +151,9 @@ def resolve(name: str, target: Target) -> Resolved:
     return Resolved(name=name, reason="asked for")
 
 
-_state = {"chosen": "reference"}
-
-
-def choose(name: str) -> None:
-    """Makes `packed_attention` of this process use `name`, as `resolve` gave it."""
-    if name not in CHECKS:
-        raise ValueError(f"attention {name!r} is unknown. Use one of {', '.join(CHECKS)}.")
-    _state["chosen"] = name
-
-
-def chosen() -> str:
-    """Name of the provider in use."""
-    return _state["chosen"]
-
-
-@contextmanager
-def using(name: str) -> Iterator[None]:
-    """Runs a block with another provider and restores the one before."""
-    before = chosen()
-    choose(name)
-    try:
-        yield
-    finally:
-        _state["chosen"] = before
+_choice = Choice("attention", tuple(CHECKS))
+choose, chosen, using = _choice.choose, _choice.chosen, _choice.using
+"""Which provider `packed_attention` of this process uses, as `resolve` gave it."""
 
 
 def provider_function() -> Attend:

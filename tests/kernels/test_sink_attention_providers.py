@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from magi2_kernels.common import choice
 from magi2_kernels.common.sequences import CuSeqlens
 from magi2_kernels.sink_attention import packed_attention, providers
 from magi2_kernels.sink_attention.providers import Target, resolve
@@ -92,6 +93,24 @@ def test_using_restores() -> None:
         assert providers.chosen() == "flash"
         raise KeyError
     assert providers.chosen() == before
+
+
+def test_choose_is_another_choice_than_the_kernels() -> None:
+    with providers.using("flash"):
+        assert (providers.chosen(), choice.chosen()) == ("flash", "reference")
+        with pytest.raises(ValueError, match="attention 'triton' is unknown. Use one of fa3,"):
+            providers.choose("triton")
+        assert providers.chosen() == "flash"
+
+
+def test_chosen_is_seen_by_a_compiled_function() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def add(x: Tensor) -> Tensor:
+        return x + (1 if providers.chosen() == "reference" else 2)
+
+    assert add(torch.zeros(1)) == 1
+    with providers.using("flash"):
+        assert add(torch.zeros(1)) == 2
 
 
 def test_adapter_of_the_fa3_interface(monkeypatch: pytest.MonkeyPatch) -> None:
