@@ -91,13 +91,14 @@ class Ceilings:
 
 def ceilings() -> Ceilings:
     """Three measurements on random data."""
-    found = Ceilings(copy=_copy_rate(), short=_product_rate(8192, 8192, 8192), sustained=_product_rate(117_696, 3072, 9216))
+    found = Ceilings(copy=copy_rate(), short=_product_rate(8192, 8192, 8192), sustained=_product_rate(117_696, 3072, 9216))
     torch.cuda.empty_cache()
     return found
 
 
-def _copy_rate() -> float:
-    source = torch.randn(1 << 30, device="cuda")
+def copy_rate(size: int = 8 << 30) -> float:
+    """GB/s of a copy that reads and writes `size` bytes together: short copies, like short kernels, lose some of it to their launch."""
+    source = torch.randn(size // 8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / timed(lambda: target.copy_(source)).median / 1e6
 

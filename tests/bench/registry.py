@@ -30,13 +30,12 @@ class Entry:
     """Name of the public reference's op in upstream.py."""
 
 
-MEMORY_SHAPES = {"272p": "272p", "540p": "540p", "rank": "540p rank of 8"}
-UPSTREAM_OF = {"half layer": "half_layer", "qk_norm_rope": "qk_norm_rope", "swiglu7": "swiglu7", "modality_rms_norm": "rms_norm"}
+UPSTREAM_OF = {"half layer": "half_layer", "qk_norm_rope": "qk_norm_rope", "swiglu7": "swiglu7", "modality_rms_norm": "modality_rms_norm"}
 
 
 def _memory_entry(op: Any, shapes: dict[str, tuple[int, int]]) -> Entry:
     def make(shape: str) -> Any:
-        rows, text = shapes[MEMORY_SHAPES[shape]]
+        rows, text = shapes[shape]
         return rows, op.make(rows, text, "cuda")
 
     return Entry(

@@ -56,7 +56,7 @@ class Report:
             found |= {"tflops": rate, "of_short": rate / self.ceilings.short, "of_sustained": rate / self.ceilings.sustained}
         if size:
             rate = size / ms / 1e6
-            found |= {"gb_s": rate, "of_copy": rate / self.ceilings.copy}
+            found |= {"gb_s": rate, "of_copy": rate / self.ceilings.copy, "of_equal_copy": rate / measure.copy_rate(int(size))}
         return found
 
 
@@ -102,12 +102,12 @@ def run_layer(shape: str, report: Report, theirs: dict[str, float], profile: Pat
             numbers |= {f"upstream {name} ms": theirs[name], f"of upstream {name}": times.median / theirs[name]}
     report.add("layer", shape, times.median, **numbers)
     if profile is not None:
-        write_profile(profile, lambda: made(x, context), f"one MoE layer, {shape}, {report.found['card']}, {report.found['date']}")
+        write_profile(profile, lambda: made(x, context), f"One MoE layer, {shape}, {report.found['card']}, {report.found['date']}")
     return True
 
 
 def write_profile(path: Path, run: Any, title: str) -> None:
-    """Device time by kernel of three runs, as text."""
+    """Appends the device time by kernel of three runs, as text."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -123,7 +123,8 @@ def write_profile(path: Path, run: Any, title: str) -> None:
     for row in rows:
         ms = row.self_device_time_total / 3000
         lines.append(f"{ms:9.3f}  {ms / total:6.1%}  {row.count // 3:5d}  {row.key[:110]}")
-    path.write_text("\n".join(lines) + "\n")
+    with path.open("a") as file:
+        file.write("\n".join(lines) + "\n\n")
     print("\n".join(lines[:30]), flush=True)
 
 
@@ -150,12 +151,14 @@ def run_step(shape: str, report: Report, launches: list[str]) -> None:
 
 
 @torch.no_grad()
-def time_upstream(path: Path, shape: str) -> dict[str, float]:
+def time_upstream(path: Path, shape: str, profile: Path | None) -> dict[str, float]:
     """Milliseconds of the public reference's ops; one that cannot run here is named and left out."""
     theirs = {}
     for name, call in public.Upstream(path).functions(shape).items():
         try:
             theirs[name] = measure.timed(call, most_seconds=4).median
+            if profile is not None and name == "layer compiled":
+                write_profile(profile, call, f"One MoE layer of the public reference, compiled, {shape}")
         except Exception as error:
             print(f"upstream {name}: does not run here ({type(error).__name__}: {str(error)[:200]})", flush=True)
     print(
@@ -171,7 +174,7 @@ def main() -> int:
     parser.add_argument("--op", action="append", default=[], help="an entry by name, layer or step; may be repeated (default: all entries)")
     parser.add_argument("--shape", action="append", choices=SHAPES, default=[])
     parser.add_argument("--upstream", type=Path, help="checkout of the public reference")
-    parser.add_argument("--profile", type=Path, help="file for the kernels of a layer, with --op layer")
+    parser.add_argument("--profile", type=Path, help="text file to which the kernels of a layer are added, with --op layer")
     parser.add_argument("--launch", action="append", choices=("eager", "compile", "graph"), default=[], help="with --op step")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
@@ -190,7 +193,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown op {sorted(unknown)}: use layer, step or {[entry.name for entry in entries()]}")
     for shape in options.shape or SHAPES:
-        theirs = time_upstream(options.upstream, shape) if options.upstream and shape != "rank" else {}
+        theirs = time_upstream(options.upstream, shape, options.profile) if options.upstream and shape != "rank" else {}
         report.found.setdefault("upstream", {})[shape] = {"ms": theirs, "replaced": public.STUBBED}
         for entry in plain:
             red += [] if run_entry(entry, shape, report, theirs) else [entry.name]

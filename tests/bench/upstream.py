@@ -124,6 +124,7 @@ class Upstream:
                 self.module.apply_rotary_emb_torch(heads_of, cos, sin).bfloat16()
 
         q, k, v = (qkv[:, i].contiguous()[None] for i in range(3))
+        inner = torch.randn(rows, 5120, device="cuda", dtype=torch.bfloat16)
         gate = torch.randn(rows, 24, 1, device="cuda", dtype=torch.bfloat16)
 
         def attention() -> Any:
@@ -139,6 +140,8 @@ class Upstream:
             "layer compiled": lambda: compiled(x, **context),
             "half_layer": half_layer,
             "qk_norm_rope": rotary,
+            "modality_rms_norm": lambda: layer.attention.pre_norm(branch, modality_dispatcher=dispatcher),
+            "swiglu7": lambda: self.module.swiglu7(inner),
             "gated_attention": lambda: dispatcher._permute(attention()) * torch.sigmoid(gate),
             "moe_routing": lambda: sort(*core._route(heads)),
             "multi_head_moe": lambda: core._flash_forward(heads, probs, indices),
