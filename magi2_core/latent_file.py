@@ -6,10 +6,7 @@ taken on trust: what is read either is a usable Latents or one RequestError says
 
 import json
 import math
-import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,9 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .errors import OutputError, RequestError
+from .errors import RequestError
 from .request import LATENT_SCHEMA, Latents, SolverState, check_seed, check_steps, from_message, to_message
+from .whole_file import whole_file
 
 FORMAT = "magi2-latents"
 MAX_DRAWS = 8
@@ -29,26 +27,11 @@ def save_latents(latents: Latents, path: Path) -> None:
     """Writes latents to one safetensors file, whole or not at all. Raises OutputError."""
     from safetensors.torch import save
 
-    path = Path(path)
     header, tensors = to_message(latents)
-    # the name is this call's own: two runs may write the same file
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # bytes and a plain open: safetensors' own writer makes files that only their owner can read
-        content = save(tensors, metadata={"format": FORMAT, "schema": str(LATENT_SCHEMA), "header": json.dumps(header)})
-        with open(temporary, "xb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OutputError(
-            f"latents could not be written to {path}: {error.strerror or error}. Free space or choose another folder."
-        ) from None
-    finally:
-        with suppress(OSError):  # after the rename there is nothing to remove
-            temporary.unlink()
+    # bytes and a plain write: safetensors' own writer makes files that only their owner can read
+    content = save(tensors, metadata={"format": FORMAT, "schema": str(LATENT_SCHEMA), "header": json.dumps(header)})
+    with whole_file(Path(path)) as temporary:
+        temporary.write_bytes(content)
 
 
 def load_latents(path: Path) -> Latents:

@@ -19,6 +19,7 @@ from torch import Tensor
 from magi2_core import env
 from magi2_core.media.files import load_package
 from magi2_core.media.preview import ColoursRequest, PreviewColours, latent_preview
+from magi2_core.whole_file import whole_file
 
 from .compat import is_interrupt
 
@@ -96,7 +97,5 @@ class Previewer:
             self._safely("fitting the colours", lambda: self._write(ask(ColoursRequest())))
 
     def _write(self, colours: PreviewColours) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".part")
-        save_file({"factors": colours.factors.contiguous(), "bias": colours.bias.contiguous()}, str(temporary))
-        temporary.replace(self.path)
+        with whole_file(self.path) as temporary:
+            save_file({"factors": colours.factors.contiguous(), "bias": colours.bias.contiguous()}, str(temporary))

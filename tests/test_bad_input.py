@@ -280,5 +280,5 @@ def test_generate_disk_full_while_saving_latents(tmp_path: Path, capsys: pytest.
     with FileSizeLimit(20_000):
         arguments = [*PROMPT, "--size", "32x32", "--steps", "1", "--device", "cpu", "--output", str(tmp_path / "clip.mp4")]
         assert cli.main(["generate", *arguments]) == 5
-    assert "latents could not be written" in capsys.readouterr().err
+    assert ".latents.safetensors could not be written" in capsys.readouterr().err
     assert listing(tmp_path) == []

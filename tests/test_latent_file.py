@@ -68,7 +68,7 @@ def test_save_latents_failure_keeps_the_older_file(tmp_path: Path, monkeypatch: 
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("magi2_core.latent_file.os.fsync", fail)
+    monkeypatch.setattr("magi2_core.whole_file.os.fsync", fail)
     with pytest.raises(OutputError, match="No space left"):
         save_latents(cut_latents(), path)
     assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("a.safetensors", b"older")]

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from magi2_core import env
 from magi2_core.errors import OutputError, RequestError
+from magi2_core.whole_file import whole_file
 
 PROTOCOL = 1
 """Version of what crosses the socket; client and head must agree."""
@@ -76,15 +77,8 @@ def socket_path(folder: Path, name: str) -> Path:
 
 def write_private(path: Path, text: str) -> None:
     """Writes a file of mode 0600, whole or not at all. Raises OutputError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as output:
-            output.write(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OutputError(f"{path} could not be written: {error.strerror or error}. Free space, or set MAGI2_RUNTIME_DIR.") from None
+    with whole_file(path, mode=0o600, remedy="Free space, or set MAGI2_RUNTIME_DIR.") as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def start_ticks(pid: int) -> int:

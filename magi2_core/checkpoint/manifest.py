@@ -7,14 +7,14 @@ identity of a checkpoint that goes into latents, made from headers and sizes so 
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from magi2_core.config import read_json
-from magi2_core.errors import CheckpointError, Interrupted, OutputError
+from magi2_core.errors import CheckpointError, Interrupted
 from magi2_core.request import Progress
+from magi2_core.whole_file import whole_file
 
 from .catalog import LAYOUTS
 
@@ -90,13 +90,8 @@ def write_manifest(folder: Path, *, progress: ProgressCallback | None = None, sh
     meter = _Meter(sum((folder / name).stat().st_size for name in names), progress, should_stop)
     files = {name: {"size": (folder / name).stat().st_size, "sha256": _sha256(folder, name, meter)} for name in names}
     target = folder / MANIFEST_FILE
-    temporary = folder / f"{MANIFEST_FILE}.{secrets.token_hex(4)}.part"
-    try:
+    with whole_file(target, remedy="Check permissions and free space.") as temporary:
         temporary.write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OutputError(f"{target} could not be written ({error.strerror or error}). Check permissions and free space.") from None
     return target
 
 

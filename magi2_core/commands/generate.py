@@ -24,7 +24,7 @@ from magi2_core.text.enhance import EnhanceSettings, enhance
 
 from . import fleet
 from .cancel import Cancel
-from .plan import Plan, fill_sample, make_plan, next_clip
+from .plan import Plan, fill_sample, free_clips, make_plan
 from .progress import ProgressBar, clock_text
 
 
@@ -57,18 +57,20 @@ def _own_name(plan: Plan, options: argparse.Namespace) -> Iterator[Plan]:
     if options.output is not None:
         yield plan
         return
-    while True:
+    for video in free_clips():
+        files = replace(plan.files, video=video)
+        reservation = files.reservation()
         try:
-            plan.files.mark().touch(exist_ok=False)
-            break
-        except FileExistsError:
-            plan = replace(plan, files=replace(plan.files, video=next_clip()))
+            if not reservation.take():
+                continue
         except OSError as error:
-            raise OutputError(f"{plan.files.mark()} cannot be written ({error.strerror or error}). Choose another --output.") from None
-    try:
-        yield plan
-    finally:
-        plan.files.mark().unlink(missing_ok=True)
+            raise OutputError(f"{reservation.path} cannot be written ({error.strerror or error}). Choose another --output.") from None
+        try:
+            if files.is_free:  # still: a run that held the name may have just ended
+                yield replace(plan, files=files)
+                return
+        finally:
+            reservation.release()
 
 
 def _run_stages(plan: Plan, options: argparse.Namespace) -> None:

@@ -5,10 +5,12 @@ files that will be written. Every wrong value raises here: RequestError, Checkpo
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from magi2_core.media.files import load_package
 from magi2_core.media.image import load_image, reference_size
 from magi2_core.request import Conditioning, DecodeRequest, EncodeRequest, Latents, RefineRequest, SampleRequest, load_latents
 from magi2_core.text.enhance import EnhanceSettings
+from magi2_core.whole_file import Reservation, clear_left_over
 
 BYTES_PER_PIXEL = 0.25
 """Upper estimate of an H.264 frame at the quality written (crf 10); measured clips are below half of it."""
@@ -29,6 +32,9 @@ BYTES_PER_PIXEL = 0.25
 SPARE_BYTES = 32 << 20
 NOTHING = Conditioning(text=torch.zeros(1, 0, 1), negative=torch.zeros(1, 0, 1))
 """Conditioning of a request that is only validated; replaced by the encoder's."""
+
+
+LATENT_KINDS = ("latents", "refined", "partial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +45,17 @@ class Files:
     wav: Path | None = None
 
     def beside(self, kind: str) -> Path:
-        """Latents of `kind`: "latents", "refined" or "partial"."""
+        """Latents of `kind`, one of LATENT_KINDS."""
         return self.video.with_name(f"{self.video.stem}.{kind}.safetensors")
 
-    def mark(self) -> Path:
-        """Empty file that a run keeps while it makes a clip whose name it chose itself."""
-        return self.video.with_name(f".{self.video.stem}.taken")
+    @property
+    def is_free(self) -> bool:
+        """Whether neither clip nor latents are there."""
+        return not any(path.exists() for path in (self.video, *map(self.beside, LATENT_KINDS)))
+
+    def reservation(self) -> Reservation:
+        """What a run holds while it makes a clip whose name it chose itself."""
+        return Reservation(self.video.with_name(f".{self.video.stem}.taken"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,18 +301,16 @@ def _plan_decode(options: argparse.Namespace, finished: Latents | None) -> Decod
     return request
 
 
-def next_clip() -> Path:
-    """The first output/clip_NNNN.mp4 of which nothing is there: no clip, no latents, no state of a stopped run, no run that makes it."""
-    number = 1
-    while True:
+def free_clips() -> Iterator[Path]:
+    """Every output/clip_NNNN.mp4 of which nothing is there when it is asked for: no clip, no latents, no state of a stopped run."""
+    for number in itertools.count(1):
         files = Files(video=Path(f"output/clip_{number:04d}.mp4"))
-        if not any(path.exists() for path in (files.video, files.mark(), *map(files.beside, ("latents", "refined", "partial")))):
-            return files.video
-        number += 1
+        if files.is_free:
+            yield files.video
 
 
 def _plan_files(options: argparse.Namespace) -> Files:
-    video = next_clip() if options.output is None else Path(options.output)
+    video = next(free_clips()) if options.output is None else Path(options.output)
     if video.suffix.lower() != ".mp4":
         raise RequestError(f"--output {video}: the clip is an mp4 file, the name must end in .mp4.")
     wav = Path(options.wav) if options.wav else None
@@ -320,6 +329,7 @@ def _check_writable(path: Path) -> None:
         raise OutputError(f"{path} is a folder. Name a file in it, e.g. {path / 'clip.mp4'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        clear_left_over(path.parent)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -330,7 +340,7 @@ def _check_writable(path: Path) -> None:
 
 def _check_names(files: Files) -> None:
     """Raises OutputError when a name is longer than the folder's file system takes, those of the latents included."""
-    for path in (files.video, files.wav, *(files.beside(kind) for kind in ("latents", "refined", "partial"))):
+    for path in (files.video, files.wav, *(files.beside(kind) for kind in LATENT_KINDS)):
         try:
             if path is not None:
                 os.lstat(path)

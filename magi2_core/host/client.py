@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from magi2_core.errors import BackendDiedError, OutputError, RequestError
+from magi2_core.whole_file import whole_file
 
 TIMEOUT_SECONDS = 30.0
 CHUNK_BYTES = 1 << 20
@@ -168,21 +169,15 @@ class HostClient:
     def download(self, file: HostFile, target: Path) -> None:
         """Writes a file of the server to `target`; it appears there only when it is whole."""
         query = urllib.parse.urlencode({"filename": file.filename, "subfolder": file.subfolder, "type": file.kind})
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        remedy = f"The file is kept in ComfyUI's {file.kind} folder."
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with self._open(f"/view?{query}") as answer, partial.open("wb") as sink:
+            with self._open(f"/view?{query}") as answer, whole_file(target, remedy=remedy) as partial, partial.open("wb") as sink:
                 while chunk := answer.read(CHUNK_BYTES):
                     sink.write(chunk)
-            partial.replace(target)
         except urllib.error.HTTPError as error:
             raise OutputError(
                 f"ComfyUI no longer has {file.filename} ({error.code}). Was it moved or deleted? Queue the workflow again."
             ) from error
-        except OSError as error:
-            raise OutputError(f"{target} cannot be written ({error}). The file is kept in ComfyUI's {file.kind} folder.") from error
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def _error_text(error: urllib.error.HTTPError) -> str:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from magi2_core.errors import DependencyError, Interrupted, OutputError, RequestError
 from magi2_core.shapes import SAMPLE_RATE
+from magi2_core.whole_file import whole_file
 
-from .files import load_package, whole_file
+from .files import load_package
 from .frames import check_frames, resize_frames
 from .metadata import container_tags
 from .reading import open_input, probe, read_video
@@ -36,6 +37,7 @@ CRF = 10
 AUDIO_BITS_PER_SECOND = 192_000
 AAC_BLOCK = 1024
 AAC_RATES = (96000, 88200, 64000, 48000, 44100, 32000, 24000, 22050, 16000, 12000, 11025, 8000)
+REMEDY = "Free space or choose another folder; finished latents are not touched."
 LENGTH_TOLERANCE = 0.03
 """Seconds, beside one frame, by which picture and sound may differ in length before a warning is logged."""
 
@@ -255,7 +257,7 @@ def write_video(
         _check_even(*size)
     sound = None if waveform is None else (prepare_waveform(waveform, sample_rate), sample_rate)
     pictures = _stoppable(_pictures(frames, size), options.get("should_stop"))
-    with whole_file(target) as temporary:
+    with whole_file(target, remedy=REMEDY) as temporary:
         try:
             count = _encode(temporary, pictures, rate, sound, container_tags(metadata or {}), crf)
         except av.FFmpegError as error:
@@ -270,7 +272,7 @@ def replace_audio(video_path: Path, waveform: Tensor, *, sample_rate: int = SAMP
     source = Path(video_path).absolute()
     target = source if output is None else _mp4_name(output)
     prepared = prepare_waveform(waveform, sample_rate)
-    with open_input(source) as original, whole_file(target) as temporary:
+    with open_input(source) as original, whole_file(target, remedy=REMEDY) as temporary:
         if not original.streams.video:
             raise RequestError(f"video {source}: has no picture to keep.")
         try:
@@ -300,7 +302,7 @@ def write_wav(path: Path, waveform: Tensor, sample_rate: int = SAMPLE_RATE) -> P
     if target.suffix.lower() != ".wav":
         raise RequestError(f"sound file {target.name}: the name must end with .wav.")
     prepared = prepare_waveform(waveform, sample_rate)
-    with whole_file(target) as temporary:
+    with whole_file(target, remedy=REMEDY) as temporary:
         try:
             soundfile.write(str(temporary), prepared.T.numpy(), sample_rate, format="WAV", subtype="PCM_24")
             written = soundfile.info(str(temporary)).frames
