@@ -6,6 +6,7 @@ imported, which then maps `torch.cuda` calls; device strings stay "cuda" after t
 
 import importlib
 import platform
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from .errors import DependencyError, RequestError
 
 if TYPE_CHECKING:
     import torch
+
+
+LAYOUT_FORM = "auto, or cp<N> followed by ep<M> and cfg2 where wanted, as in cp8ep4 or cp4cfg2ep4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +106,21 @@ def resolve(name: str = "auto") -> "torch.device":
     module = accelerator_module()
     count = module.device_count() if module is not None else 0
     if device.type != kind or (device.index or 0) >= count:
-        raise RequestError(
-            f"device {name!r} is not there: this machine has {count} {kind} device(s). Use auto or cpu, or check the driver."
-        )
+        there = "torch finds no accelerator" if module is None else f"this machine has {count} {kind} device(s)"
+        raise RequestError(f"device {name!r} is not there: {there}. Use auto or cpu, or check the driver.")
     return torch.device(device.type, device.index or 0)
+
+
+def parse_layout(name: str) -> dict[str, int]:
+    """Degrees by axis of a layout name: cp4cfg2 -> {"cp": 4, "cfg": 2}; cp is always there. Raises RequestError on another form."""
+    parts = re.findall(r"(cp|ep|cfg)(\d+)", name)
+    axes = [axis for axis, _ in parts]
+    if "".join(axis + number for axis, number in parts) != name or "cp" not in axes or len(set(axes)) != len(axes):
+        raise RequestError(f"layout {name!r} is not understood. Use {LAYOUT_FORM}.")
+    degrees = {axis: int(number) for axis, number in parts}
+    if degrees["cp"] < 1 or degrees.get("cfg", 1) < 1:
+        raise RequestError(f"layout {name!r}: degrees start at 1. Use {LAYOUT_FORM}.")
+    return degrees
 
 
 def collective_backend(device: "torch.device") -> str:

@@ -7,14 +7,24 @@ from comfy_api.latest import InputImpl, io
 from magi2_core.media.frames import to_float
 from magi2_core.request import DecodeRequest, Latents
 
-from . import muxing
+from . import muxing, preflight
 from .compat import field, guarded, schema
 from .feedback import Feedback
 from .jobs import run_job
 from .wires import Latent, Model, ModelHandle
 
 DECODERS = ["turbo", "wan"]
+UNWIRED = object()
+"""The host leaves out an optional input without a wire; one with a wire it gives as None while it validates."""
 DECODER_TEXT = "turbo: quick, the released default. wan: the full decoder, slower, a little more detail."
+
+
+def check_decoding(decoder: str | None, *, to_file: bool = False) -> None:
+    """Raises when the decoder is unknown or its files, or what writes the file, are missing; a decoder of None is wired."""
+    preflight.check_choice("decoder", decoder, DECODERS)
+    preflight.check_components("decode", decoder=decoder or DECODERS[0], video=decoder is not None)
+    if to_file:
+        preflight.check_writer()
 
 
 class VAEDecode(io.ComfyNode):
@@ -40,6 +50,11 @@ class VAEDecode(io.ComfyNode):
                 io.Float.Output("fps", display_name="fps", tooltip="Frames a second; wire it to Create Video or Audio Mux."),
             ],
         )
+
+    @classmethod
+    async def validate_inputs(cls, decoder: str | None = None) -> bool | str:
+        """Refuses a decoder that is not there when the prompt is queued, before minutes of sampling."""
+        return await preflight.answer(check_decoding, decoder)
 
     @classmethod
     @guarded
@@ -73,6 +88,11 @@ class DecodeToVideo(io.ComfyNode):
         )
 
     @classmethod
+    async def validate_inputs(cls, decoder: str | None = None) -> bool | str:
+        """Refuses a decoder that is not there, and a Python that writes no mp4, when the prompt is queued."""
+        return await preflight.answer(check_decoding, decoder, to_file=True)
+
+    @classmethod
     @guarded
     def execute(cls, model: ModelHandle, latent: Latents, decoder: str, width: int = 0, height: int = 0) -> io.NodeOutput:
         """One decode job that ends in a file."""
@@ -102,7 +122,7 @@ class AudioMux(io.ComfyNode):
                     optional=True,
                     default=0.0,
                     min=0.0,
-                    max=480.0,
+                    max=float(muxing.MAX_FPS),
                     step=0.01,
                     tooltip="Frames a second of the images: wire the fps of VAE Decode. Not used with a video.",
                 ),
@@ -110,6 +130,11 @@ class AudioMux(io.ComfyNode):
             ],
             outputs=[io.Video.Output("muxed", display_name="video", tooltip="H.264 and AAC, for Save Video.")],
         )
+
+    @classmethod
+    async def validate_inputs(cls, audio: Any = None, images: Any = UNWIRED, fps: float | None = 0.0, video: Any = UNWIRED) -> bool | str:
+        """Refuses, when the prompt is queued, inputs that make no video; wired ones come as None."""
+        return await preflight.answer(muxing.check_wiring, images is None, video is None, fps)
 
     @classmethod
     @guarded

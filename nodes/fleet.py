@@ -30,17 +30,21 @@ def _pool() -> Any:
     return pool
 
 
+def device_names(text: str) -> str | tuple[str, ...]:
+    """The devices widget: "auto", or the names between its commas."""
+    if text.strip().lower() in ("", "auto"):
+        return "auto"
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def make_spec(handle: ModelHandle) -> BackendSpec:
     """The backend specification of a handle. Raises RequestError naming the widget."""
     settings = handle.settings
-    devices: Any = "auto"
-    if settings.devices.strip().lower() not in ("", "auto"):
-        devices = tuple(part.strip() for part in settings.devices.split(",") if part.strip())
     if settings.mode == "attach" and not settings.address.strip():
         raise RequestError("backend mode attach needs the address that `python -m magi2_core serve` printed. Type it into Loader Options.")
     return BackendSpec(
         checkpoint=str(handle.checkpoint.path),
-        devices=devices,
+        devices=device_names(settings.devices),
         layout=settings.layout.strip() or "auto",
         mode=settings.mode,
         address=settings.address.strip(),

@@ -6,15 +6,20 @@ from typing import Any
 from comfy_api.latest import io
 
 from magi2_core.config import GenerationDefaults
-from magi2_core.errors import Magi2Error
 
-from . import fleet, folders
+from . import fleet, folders, preflight
 from .compat import field, guarded, schema
 from .wires import LoaderOptions as LoaderOptionsWire
 from .wires import LoaderSettings, Model, ModelHandle
 
 PLACEMENTS = ["auto", "resident", "roundtrip", "cpu"]
 PLACEMENT_TEXT = "auto: what fits. resident: stays on the GPU. roundtrip: waits in memory and is on the GPU only while it works. cpu: works on the CPU, slow."
+
+
+def check_loading(checkpoint: str | None) -> None:
+    """Raises when the checkpoint is not found, or the processes cannot start. None: the name is wired, its node will say it."""
+    preflight.note_checkpoint(None if checkpoint is None else folders.get_checkpoint(checkpoint).path)
+    preflight.check_workers()
 
 
 class LoadModel(io.ComfyNode):
@@ -50,13 +55,10 @@ class LoadModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, checkpoint: str) -> bool | str:
-        """Refuses an unknown checkpoint when the prompt is queued; takes names saved on Windows."""
-        try:
-            folders.get_checkpoint(checkpoint)
-        except Magi2Error as error:
-            return str(error)
-        return True
+    async def validate_inputs(cls, checkpoint: str | None = None) -> bool | str:
+        """Refuses an unknown checkpoint, and a Python that cannot run the processes, when the prompt is queued; takes names saved on
+        Windows."""
+        return await preflight.answer(check_loading, checkpoint)
 
     @classmethod
     @guarded
@@ -69,6 +71,13 @@ class LoadModel(io.ComfyNode):
         fleet.make_spec(handle).validate()
         fleet.watch(handle)
         return io.NodeOutput(handle)
+
+
+def check_where(devices: str | None, layout: str | None, mode: str | None, address: str | None) -> None:
+    """Raises RequestError on options that do not fit; None: wired."""
+    preflight.named().modes.add(mode)
+    names = None if devices is None else fleet.device_names(devices)
+    preflight.check_options(devices=names, layout=layout, mode=mode, address=address)
 
 
 class LoaderOptions(io.ComfyNode):
@@ -121,9 +130,17 @@ class LoaderOptions(io.ComfyNode):
         )
 
     @classmethod
+    async def validate_inputs(
+        cls, devices: str | None = None, layout: str | None = None, backend_mode: str | None = None, address: str | None = None
+    ) -> bool | str:
+        """Refuses devices that are not there, a layout nobody understands, and an address that does not go with the mode."""
+        return await preflight.answer(check_where, devices, layout, backend_mode, address)
+
+    @classmethod
     @guarded
     def execute(cls, **widgets: Any) -> io.NodeOutput:
         """The widgets as one value; names are those of LoaderSettings where they do not say more."""
+        check_where(widgets["devices"], widgets["layout"], widgets["backend_mode"], widgets["address"])
         return io.NodeOutput(
             LoaderSettings(
                 devices=widgets["devices"],

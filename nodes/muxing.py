@@ -20,6 +20,7 @@ from .feedback import Feedback
 from .jobs import raise_interrupt, stop_requested
 
 CHUNK = 4
+MAX_FPS = 480
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +34,22 @@ class MuxInputs:
 
     def validate(self) -> None:
         """Raises RequestError naming the input that is missing, too many or of a wrong shape."""
-        if (self.images is None) == (self.video is None):
-            raise RequestError("Audio Mux: wire either images (with fps) or a video, not both and not neither.")
-        if self.images is not None and not self.fps > 0:
-            raise RequestError("Audio Mux: fps is 0. Wire the fps output of MAGI-2 VAE Decode, or type the frame rate of the images.")
+        check_wiring(self.images is not None, self.video is not None, self.fps)
         waveform = self.audio.get("waveform") if isinstance(self.audio, dict) else None
         if not isinstance(waveform, Tensor) or waveform.ndim != 3 or not isinstance(self.audio.get("sample_rate"), int):
             raise RequestError("Audio Mux: audio must be a ComfyUI AUDIO with a waveform [1, channels, samples] and a sample rate.")
         if waveform.shape[0] != 1:
             raise RequestError(f"Audio Mux: audio is a batch of {waveform.shape[0]} clips. Pick one of them first.")
+
+
+def check_wiring(has_images: bool, has_video: bool, fps: float | None) -> None:
+    """Raises RequestError unless Audio Mux has either images and a frame rate (None: wired, not known yet) or a video."""
+    if has_images == has_video:
+        raise RequestError("Audio Mux: wire either images (with fps) or a video, not both and not neither.")
+    if has_images and fps is not None and not 0 < fps <= MAX_FPS:
+        raise RequestError(
+            f"Audio Mux: fps is {fps:g}. Wire the fps output of MAGI-2 VAE Decode, or type the frame rate of the images, up to {MAX_FPS}."
+        )
 
 
 def clip_path(name: str) -> Path:

@@ -1,17 +1,14 @@
 """What the Status node says: fleets, the running job, checkpoints, and what is missing; nothing heavy is imported for it."""
 
-import importlib.metadata
-import re
 from pathlib import Path
 from typing import Any
 
-from magi2_core import __version__, env
+from magi2_core import __version__
 from magi2_core.checkpoint import catalog
 from magi2_core.errors import DependencyError, Magi2Error
 
-from . import feedback, fleet, folders
+from . import environment, feedback, fleet, folders
 
-TEXT_ENCODER_PACKAGE, TEXT_ENCODER_VERSION = "transformers", (5, 5)
 PACKAGES = {
     "transformers": "the text encoder",
     "einops": "the models",
@@ -19,30 +16,6 @@ PACKAGES = {
     "av": "mp4 files",
     "soundfile": "wav files",
 }
-
-
-def installed(package: str) -> str | None:
-    """Version of an installed package, None without it; the package is not imported."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def check_text_encoder_package() -> None:
-    """Raises DependencyError when the workers would run on this interpreter and its transformers cannot read the prompt."""
-    if env.worker_python() != env.own_python():
-        return  # another interpreter: the worker says what it lacks
-    version = installed(TEXT_ENCODER_PACKAGE)
-    if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) >= TEXT_ENCODER_VERSION:
-        return
-    wanted = ".".join(map(str, TEXT_ENCODER_VERSION))
-    raise DependencyError(
-        f"the text encoder (Qwen3.5) needs transformers {wanted} or newer, this ComfyUI has {version or 'none'}. Either update it: "
-        f'pip install "transformers>={wanted}", or leave it as it is and give the workers an environment of their own: '
-        f'python -m venv magi2-env && magi2-env/bin/pip install torch "transformers>={wanted}" numpy einops safetensors soundfile av Pillow, '
-        "then start ComfyUI with MAGI2_PYTHON=/path/to/magi2-env/bin/python (with the same torch version as ComfyUI's)."
-    )
 
 
 def public(status: dict[str, Any]) -> dict[str, Any]:
@@ -97,9 +70,9 @@ def status_text() -> str:
     for checkpoint in folders.checkpoints():
         absent = [name for name in catalog.LAYOUTS if name not in checkpoint.components]
         lines.append(f"checkpoint {checkpoint.name}: {'complete' if not absent else 'without ' + ', '.join(absent)}")
-    missing = [f"{name} ({purpose}): pip install {name}" for name, purpose in PACKAGES.items() if installed(name) is None]
+    missing = [f"{name} ({purpose}): pip install {name}" for name, purpose in PACKAGES.items() if environment.installed(name) is None]
     try:
-        check_text_encoder_package()
+        environment.check_text_encoder()
     except DependencyError as error:
         missing.append(str(error))
     return "\n".join([*lines, *(f"missing: {line}" for line in missing)])

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from magi2_core.request import Conditioning, Latents, RefineRequest
 from magi2_core.shapes import ORIENTATIONS, PRESETS
 
-from . import requests
+from . import preflight, requests
 from .compat import field, guarded, schema
 from .feedback import Feedback
 from .jobs import prepare_previews, run_job
@@ -16,6 +16,13 @@ from .wires import Conditioning as ConditioningWire
 from .wires import SamplingOptions as SamplingOptionsWire
 
 GUIDANCE = {"default": 0.0, "min": 0.0, "max": 100.0, "step": 0.1}
+
+
+def check_sampling(size: str | None, orientation: str | None) -> None:
+    """Raises when the size is unknown or the checkpoint has no preview transformer; None: wired."""
+    preflight.check_choice("size", size, [CHECKPOINT_DEFAULT, *PRESETS])
+    preflight.check_choice("orientation", orientation, [CHECKPOINT_DEFAULT, *ORIENTATIONS])
+    preflight.check_components("preview")
 
 
 class Sampler(io.ComfyNode):
@@ -78,6 +85,11 @@ class Sampler(io.ComfyNode):
             ],
             outputs=[Latent.Output("latent", display_name="latent", tooltip="Picture and sound as latents, on the CPU.")],
         )
+
+    @classmethod
+    async def validate_inputs(cls, size: str | None = None, orientation: str | None = None) -> bool | str:
+        """Refuses what this checkpoint cannot sample when the prompt is queued, before the text encoder is read."""
+        return await preflight.answer(check_sampling, size, orientation)
 
     @classmethod
     @guarded
@@ -186,6 +198,11 @@ class Refiner(io.ComfyNode):
             ],
             outputs=[Latent.Output("refined", display_name="latent", tooltip="The larger latents, on the CPU.")],
         )
+
+    @classmethod
+    async def validate_inputs(cls, model: Any = None) -> bool | str:
+        """Refuses a checkpoint without a refiner when the prompt is queued, before minutes of sampling."""
+        return await preflight.answer(preflight.check_components, "refine")
 
     @classmethod
     @guarded

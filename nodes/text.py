@@ -12,10 +12,10 @@ from magi2_core.media.image import encode_jpeg
 from magi2_core.request import EncodeRequest
 from magi2_core.text.enhance import EnhanceSettings, enhance
 
+from . import preflight
 from .compat import field, guarded, schema
 from .feedback import Feedback
 from .jobs import run_job, wait_for
-from .report import check_text_encoder_package
 from .wires import Conditioning, Model, ModelHandle
 
 EXAMPLE = "a red circle moves to the right over a blue background, low hum"
@@ -30,6 +30,12 @@ def first_picture(images: Tensor | None, feedback: Feedback) -> Tensor | None:
     if images.ndim == 4 and images.shape[0] > 1:
         feedback.say(f"first_frame: a batch of {images.shape[0]} pictures, the first is used")
     return to_uint8(images[:1])[0]
+
+
+def check_encoding() -> None:
+    """Raises what is missing for reading a prompt: the checkpoint's text encoder, and a transformers that knows it."""
+    preflight.check_components("encode")
+    preflight.check_text_encoder()
 
 
 class TextEncode(io.ComfyNode):
@@ -67,11 +73,15 @@ class TextEncode(io.ComfyNode):
         )
 
     @classmethod
+    async def validate_inputs(cls, model: Any = None) -> bool | str:
+        """Refuses, when the prompt is queued, what could not read it; by the name of the wired input, so that one error shows."""
+        return await preflight.answer(check_encoding)
+
+    @classmethod
     @guarded
     def execute(cls, model: ModelHandle, prompt: str, negative_prompt: str, first_frame: Tensor | None = None) -> io.NodeOutput:
         """One encode job; the picture is encoded later, when the size is known."""
-        if model.settings.mode != "attach":
-            check_text_encoder_package()
+        preflight.check_text_encoder({model.settings.mode})
         feedback = Feedback()
         negative = {"": None, NO_NEGATIVE: ""}.get(negative_prompt.strip(), negative_prompt)
         picture = first_picture(first_frame, feedback)

@@ -7,7 +7,6 @@ group: every parallel function runs, and is tested, with it. Rules: spec preview
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from magi2_core.config import PreviewConfig, RefinerConfig
-from magi2_core.device import process_group_backend, set_device
+from magi2_core.device import parse_layout, process_group_backend, set_device
 from magi2_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600.0
 """A collective that takes longer has lost a rank: the longest step of the release takes seconds, the longest wait is one decode."""
-
-LAYOUT_FORM = "auto, or cp<N> followed by ep<M> and cfg2 where wanted, as in cp8ep4 or cp4cfg2ep4"
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -143,14 +140,8 @@ def _automatic(device_count: int, preview: PreviewConfig) -> ParallelConfig:
 
 
 def _chosen(choice: str, device_count: int, preview: PreviewConfig) -> ParallelConfig:
-    parts = re.findall(r"(cp|ep|cfg)(\d+)", choice)
-    names = [name for name, _ in parts]
-    if "".join(name + number for name, number in parts) != choice or "cp" not in names or len(set(names)) != len(names):
-        raise RequestError(f"layout {choice!r} is not understood. Use {LAYOUT_FORM}.")
-    given = {name: int(number) for name, number in parts}
+    given = parse_layout(choice)
     context, cfg = given["cp"], given.get("cfg", 1)
-    if context < 1 or cfg < 1:
-        raise RequestError(f"layout {choice!r}: degrees start at 1. Use {LAYOUT_FORM}.")
     config = ParallelConfig(
         world=context * cfg,
         context=context,

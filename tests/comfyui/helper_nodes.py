@@ -83,4 +83,19 @@ class Digest:
         return {"ui": {"text": lines}}
 
 
-NODE_CLASS_MAPPINGS = {"TestRaisingVideo": RaisingVideo, "TestBatch": Batch, "TestDigest": Digest}
+class Name:
+    """A text for a list widget that is wired."""
+
+    CATEGORY = "magi2 tests"
+    RETURN_TYPES = ("COMBO",)
+    FUNCTION = "make"
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802 - the host's name
+        return {"required": {"name": ("STRING", {"default": ""})}}
+
+    def make(self, name):
+        return (name,)
+
+
+NODE_CLASS_MAPPINGS = {"TestName": Name, "TestRaisingVideo": RaisingVideo, "TestBatch": Batch, "TestDigest": Digest}
