@@ -17,25 +17,40 @@ FILES = {"reference": "reference", "triton": "kernel"}
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """`ids` integer [G, S, K] experts in falling order of biased score, `weights` fp32 [G, S, K] what each result is multiplied by."""
+    """`ids` integer [G, S, K] experts in falling order of biased score, `weights` fp32 [G, S, K] what each result is multiplied by.
+
+    `flat` are the flat numbers of `ids` in the type that sorts fastest, where `route` made them on the way.
+    """
 
     ids: Tensor
     weights: Tensor
+    flat: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """All routes grouped by flat expert, tokens ascending inside one. R = G * S * K.
+    """All routes grouped by flat expert, tokens ascending inside one. R = G * S * K; the place of a route is its index in [G, S, K].
 
-    `tokens` int32 [R] row of the token; `weights` fp32 [R]; `offsets` int64 [G * E + 1] where each expert's routes begin;
-    `slots` int32 [R] place of the route in the order [G, S, K] it had before it was sorted; `top_k` is K.
+    `order` int64 [R] places in the sorted order, as a sort returns them: the kernels find token and weight from the place;
+    `weights` fp32 [G, S, K] as they were chosen, not sorted; `offsets` int32 [G * E + 1] where each expert's routes begin in `order`.
     """
 
-    tokens: Tensor
+    order: Tensor
     weights: Tensor
     offsets: Tensor
-    slots: Tensor
-    top_k: int
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.weights.shape[2]
+
+    def tokens(self) -> Tensor:
+        """int32 [R]: the row of the token of each route, sorted."""
+        return (self.order // self.top_k % max(1, self.weights.shape[1])).int()
+
+    def sorted_weights(self) -> Tensor:
+        """fp32 [R]: the weight of each route, sorted."""
+        return self.weights.flatten()[self.order]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,23 +100,38 @@ def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
     return TopK(*implementation(__name__, FILES).select_experts(logits, expert_bias, top_k=top_k, route_scale=route_scale))
 
 
-def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> TopK:
-    """`router_logits` and `select_experts` in one, without keeping the logits of all tokens."""
+def split_gate(gate: Tensor, heads: int, dtype: torch.dtype) -> Tensor | None:
+    """Prepares the gate for `route` once, when weights are loaded.
+
+    Args:
+        gate: fp32 [G * E, d].
+        heads: G.
+        dtype: type of the tokens it will meet.
+
+    Returns:
+        A copy in the form of the implementation in use (4.7 MB in the released model), None when it needs none.
+    """
+    check_rank("gate", gate, 2)
+    return implementation(__name__, FILES).split_gate(gate, heads, dtype)
+
+
+def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float, parts: Tensor | None = None) -> TopK:
+    """`router_logits` and `select_experts` in one, without keeping the logits of all tokens; `parts` is what `split_gate` made."""
     check_rank("x", x, 3)
     _check_gate(x, gate)
     _check_choice(expert_bias, gate.shape[0], gate.shape[0] // x.shape[1], top_k)
-    return TopK(*implementation(__name__, FILES).route(x, gate, expert_bias, top_k=top_k, route_scale=route_scale))
+    return TopK(*implementation(__name__, FILES).route(x, gate, expert_bias, top_k=top_k, route_scale=route_scale, parts=parts))
 
 
 def sort_routes(chosen: TopK, num_experts: int) -> Routes:
     """Groups the routes by flat expert; `num_experts` is E."""
-    tokens, weights, offsets, slots = implementation(__name__, FILES).sort_routes(chosen.ids, chosen.weights, num_experts)
-    return Routes(tokens, weights, offsets, slots, chosen.ids.shape[2])
+    order, offsets = implementation(__name__, FILES).sort_routes(chosen.ids, chosen.flat, num_experts)
+    return Routes(order, chosen.weights, offsets)
 
 
 def plan_tiles(routes: Routes, rows: int) -> Tiles:
     """Cuts every expert's routes into tiles of `rows`, on the device, without a copy to the host."""
     if rows < 1:
         raise ValueError(f"rows {rows}: a tile holds at least one route.")
-    expert, start = implementation(__name__, FILES).plan_tiles(routes.offsets, routes.tokens.shape[0], rows)
+    expert, start = implementation(__name__, FILES).plan_tiles(routes.offsets, routes.order.shape[0], rows)
     return Tiles(expert, start, rows)

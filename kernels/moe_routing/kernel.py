@@ -1,4 +1,4 @@
-"""Triton: logits, choice and weights in one kernel; the stable sort is the library's, its results are unfolded by small kernels.
+"""Triton: logits, choice and weights in one kernel, which also writes the keys of the sort; the stable sort is the library's.
 
 The fp32 router product runs on bf16 tensor cores without losing its exactness: a gate number is the sum of three bf16 numbers
 (24 bits), the tokens are bf16 already, every product is exact in fp32 and the sums are fp32. Nothing here waits for the device.
@@ -15,7 +15,7 @@ from ..common.launch import check_types, opaque
 from ..common.tuning import pick
 from .reference import MIN_SUM, router_logits, select_experts
 
-__all__ = ["plan_tiles", "route", "router_logits", "select_experts", "sort_routes"]
+__all__ = ["plan_tiles", "route", "router_logits", "select_experts", "sort_routes", "split_gate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,9 @@ TABLE = {
     "interpreter": Blocks(rows=16, cols=16, warps=1),
     "default": Blocks(rows=64, cols=32, warps=8),
 }
+TYPES = (torch.bfloat16, torch.float32)
 PARTS = 3
 MOST_ROUTES = 2**31 - 2**10
-COLUMNS = 1024
-"""Elements a program of the small kernels takes."""
 
 
 @triton.jit
@@ -64,6 +63,7 @@ def _route(
     bias_ptr,
     ids_ptr,
     weights_ptr,
+    flat_ptr,
     tokens,
     heads,
     x_token,
@@ -125,24 +125,7 @@ def _route(
     keep = has_token[:, None] & (k < K)[None, :]
     tl.store(ids_ptr + slot, ids, mask=keep)
     tl.store(weights_ptr + slot, weights, mask=keep)
-
-
-@triton.jit
-def _sort_keys(ids_ptr, keys_ptr, routes, per_head, experts, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < routes
-    key = tl.load(ids_ptr + i, mask=mask, other=0) + (i // per_head) * experts
-    tl.store(keys_ptr + i, key.to(keys_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _unfold(order_ptr, weights_ptr, tokens_ptr, sorted_ptr, slots_ptr, routes, tokens, K: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < routes
-    order = tl.load(order_ptr + i, mask=mask, other=0).to(tl.int32)
-    tl.store(tokens_ptr + i, (order // K) % tokens, mask=mask)
-    tl.store(sorted_ptr + i, tl.load(weights_ptr + order, mask=mask, other=0.0), mask=mask)
-    tl.store(slots_ptr + i, order, mask=mask)
+    tl.store(flat_ptr + slot, (ids + head * E).to(flat_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -172,8 +155,9 @@ def _plan_tiles(offsets_ptr, ends_ptr, expert_ptr, start_ptr, experts, capacity,
     tl.store(start_ptr + i, tl.where(used, start, 0), mask=mask)
 
 
-def _gate_parts(gate: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def split_gate(gate: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """fp32 [G * E, d] to bf16 [3, G, d, E] for bf16 tokens, to fp32 [1, G, d, E] for fp32 ones."""
+    check_types("moe_routing", TYPES, x=torch.empty(0, dtype=dtype))
     experts, d = gate.shape[0] // heads, gate.shape[1]
     if dtype == torch.float32:
         return gate.view(1, heads, experts, d).transpose(2, 3).contiguous()
@@ -183,21 +167,29 @@ def _gate_parts(gate: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return parts
 
 
-def _launch_route(x: Tensor, gate: Tensor, expert_bias: Tensor, top_k: int, route_scale: float, tile: Blocks) -> tuple[Tensor, Tensor]:
+def _flat_type(experts: int) -> torch.dtype:
+    """For `experts` flat numbers: 16 bits halve the passes of the radix sort."""
+    return torch.int16 if experts < 2**15 else torch.int32
+
+
+def _launch_route(
+    x: Tensor, parts: Tensor, expert_bias: Tensor, top_k: int, route_scale: float, tile: Blocks
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, d = x.shape
-    experts = gate.shape[0] // heads
+    experts = parts.shape[3]
     ids = torch.empty(heads, tokens, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(heads, tokens, top_k, dtype=torch.float32, device=x.device)
+    flat = torch.empty(heads, tokens, top_k, dtype=_flat_type(heads * experts), device=x.device)
     if not ids.numel():
-        return ids, weights
+        return ids, weights, flat
     x = x if x.stride(2) == 1 else x.contiguous()
-    parts = _gate_parts(gate, heads, x.dtype)
     _route[(heads * triton.cdiv(tokens, tile.rows),)](
         x,
         parts,
         expert_bias.contiguous(),
         ids,
         weights,
+        flat,
         tokens,
         heads,
         x.stride(0),
@@ -215,56 +207,58 @@ def _launch_route(x: Tensor, gate: Tensor, expert_bias: Tensor, top_k: int, rout
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
-    return ids, weights
+    return ids, weights, flat
 
 
-def _route_fake(x: Tensor, gate: Tensor, expert_bias: Tensor, top_k: int, route_scale: float) -> tuple[Tensor, Tensor]:
+def _route_fake(x: Tensor, parts: Tensor, expert_bias: Tensor, top_k: int, route_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     shape = (x.shape[1], x.shape[0], top_k)
-    return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
+    types = (torch.int32, torch.float32, _flat_type(x.shape[1] * parts.shape[3]))
+    ids, weights, flat = (x.new_empty(shape, dtype=dtype) for dtype in types)
+    return ids, weights, flat
 
 
 @opaque("moe_route", _route_fake)
-def _route_op(x: Tensor, gate: Tensor, expert_bias: Tensor, top_k: int, route_scale: float) -> tuple[Tensor, Tensor]:
-    return _launch_route(x, gate, expert_bias, top_k, route_scale, pick(TABLE, x.device))
+def _route_op(x: Tensor, parts: Tensor, expert_bias: Tensor, top_k: int, route_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_route(x, parts, expert_bias, top_k, route_scale, pick(TABLE, x.device))
 
 
-def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> tuple[Tensor, Tensor]:
-    """ids int32 and weights fp32, both [G, S, K]. x bf16 or fp32."""
-    check_types("moe_routing", (torch.bfloat16, torch.float32), x=x)
-    return _route_op(x, gate, expert_bias, top_k, route_scale)
+def route(
+    x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float, parts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids int32, weights fp32 and flat, as in `TopK`. x bf16 or fp32."""
+    check_types("moe_routing", TYPES, x=x)
+    heads = x.shape[1]
+    parts = split_gate(gate, heads, x.dtype) if parts is None else parts
+    wanted = (heads, x.shape[2], gate.shape[0] // heads)
+    if parts.dtype != x.dtype or tuple(parts.shape[1:]) != wanted:
+        raise ValueError(
+            f"parts are {parts.dtype} {tuple(parts.shape)}, expected {x.dtype} [n, {wanted}]: split this gate for these tokens."
+        )
+    return _route_op(x, parts, expert_bias, top_k, route_scale)
 
 
-def _sort_fake(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    routes = ids.numel()
-    found = ids.new_empty(routes, dtype=torch.int32)
-    offsets = ids.new_empty(ids.shape[0] * num_experts + 1, dtype=torch.int64)
-    return found, weights.new_empty(routes), offsets, torch.empty_like(found)
+def _sort_fake(flat: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    return flat.new_empty(flat.numel(), dtype=torch.int64), flat.new_empty(experts + 1, dtype=torch.int32)
 
 
 @opaque("moe_sort_routes", _sort_fake)
-def _sort_op(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heads, tokens, top_k = ids.shape
-    routes, flat = ids.numel(), heads * num_experts
-    device = ids.device
-    # 16-bit keys halve the passes of the radix sort.
-    keys = torch.empty(routes, dtype=torch.int16 if flat < 2**15 else torch.int32, device=device)
-    found = torch.empty(routes, dtype=torch.int32, device=device)
-    slots, ordered = torch.empty_like(found), torch.empty(routes, dtype=torch.float32, device=device)
-    if not routes:
-        return found, ordered, torch.zeros(flat + 1, dtype=torch.int64, device=device), slots
-    grid = (triton.cdiv(routes, COLUMNS),)
-    _sort_keys[grid](ids.contiguous(), keys, routes, tokens * top_k, num_experts, BLOCK=COLUMNS)
-    keys, order = torch.sort(keys, stable=True)
-    offsets = torch.searchsorted(keys, torch.arange(flat + 1, dtype=keys.dtype, device=device))
-    _unfold[grid](order, weights.contiguous(), found, ordered, slots, routes, tokens, K=top_k, BLOCK=COLUMNS)
-    return found, ordered, offsets, slots
+def _sort_op(flat: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    if not flat.numel():
+        return flat.new_empty(0, dtype=torch.int64), flat.new_zeros(experts + 1, dtype=torch.int32)
+    found, order = torch.sort(flat.flatten(), stable=True)
+    bounds = torch.arange(experts + 1, dtype=found.dtype, device=found.device)
+    return order, torch.searchsorted(found, bounds, out_int32=True)
 
 
-def sort_routes(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tokens, weights, offsets and slots, as in `Routes`."""
+def sort_routes(ids: Tensor, flat: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Order and offsets, as in `Routes`; `flat` as in `TopK`."""
     if ids.numel() >= MOST_ROUTES:
         raise ValueError(f"there are {ids.numel()} routes, the kernels count to {MOST_ROUTES - 1}: split the tokens or the heads.")
-    return _sort_op(ids, weights, num_experts)
+    experts = ids.shape[0] * num_experts
+    if flat is None:
+        first = torch.arange(0, experts, num_experts, dtype=torch.int32, device=ids.device)
+        flat = (ids + first.view(-1, 1, 1)).to(_flat_type(experts))
+    return _sort_op(flat, experts)
 
 
 def _tiles_fake(offsets: Tensor, routes: int, rows: int) -> tuple[Tensor, Tensor]:

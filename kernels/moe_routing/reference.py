@@ -22,7 +22,13 @@ def select_experts(logits: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
     return ids, weights / weights.sum(-1, keepdim=True).clamp_min(MIN_SUM) * route_scale
 
 
-def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float) -> tuple[Tensor, Tensor]:
+def split_gate(gate: Tensor, heads: int, dtype: torch.dtype) -> None:
+    """Nothing to prepare: the product is one of fp32."""
+
+
+def route(
+    x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_scale: float, parts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Both steps for as many tokens at a time as CHUNK_SCORES allows."""
     rows = max(1, CHUNK_SCORES // max(1, gate.shape[0]))
     parts = [
@@ -34,13 +40,12 @@ def route(x: Tensor, gate: Tensor, expert_bias: Tensor, *, top_k: int, route_sca
     return torch.cat([ids for ids, _ in parts], dim=1), torch.cat([weights for _, weights in parts], dim=1)
 
 
-def sort_routes(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A stable sort of head-major, token-major routes keeps the tokens of an expert ascending."""
-    heads, tokens, top_k = ids.shape
+def sort_routes(ids: Tensor, flat: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Order and offsets, from the ids alone. A stable sort of head-major, token-major routes keeps the tokens of an expert ascending."""
+    heads = ids.shape[0]
     flat = (ids + torch.arange(heads, device=ids.device).view(-1, 1, 1) * num_experts).flatten()
     experts, order = torch.sort(flat, stable=True)
-    offsets = torch.searchsorted(experts, torch.arange(heads * num_experts + 1, device=ids.device))
-    return ((order // top_k) % tokens).int() if tokens else order.int(), weights.flatten()[order], offsets, order.int()
+    return order, torch.searchsorted(experts, torch.arange(heads * num_experts + 1, device=ids.device), out_int32=True)
 
 
 def plan_tiles(offsets: Tensor, routes: int, rows: int) -> tuple[Tensor, Tensor]:

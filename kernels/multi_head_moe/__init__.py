@@ -74,6 +74,7 @@ def multi_head_moe(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         tensor = getattr(weights, name)
         if tuple(tensor.shape) != shape or tensor.dtype != x.dtype:
             raise ValueError(f"weights.{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {x.dtype} {shape}.")
-    if routes.slots.shape[0] != x.shape[0] * x.shape[1] * routes.top_k:
-        raise ValueError(f"there are {routes.slots.shape[0]} routes, expected {x.shape[0]} tokens * {x.shape[1]} heads * {routes.top_k}.")
+    if tuple(routes.weights.shape[:2]) != (x.shape[1], x.shape[0]):
+        heads, tokens, _ = routes.weights.shape
+        raise ValueError(f"the routes are of {tokens} tokens and {heads} heads, x has {x.shape[0]} tokens and {x.shape[1]} heads.")
     return implementation(__name__, FILES).multi_head_moe(x, routes, weights)

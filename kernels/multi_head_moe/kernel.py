@@ -53,8 +53,7 @@ HOPPER_WIDTHS = (64, 128, 256)
 def _experts(
     x_ptr,
     out_ptr,
-    tokens_ptr,
-    slots_ptr,
+    order_ptr,
     weights_ptr,
     tile_expert_ptr,
     tile_start_ptr,
@@ -64,6 +63,7 @@ def _experts(
     x_token,
     x_head,
     E: tl.constexpr,
+    K: tl.constexpr,
     d: tl.constexpr,
     F: tl.constexpr,
     BT: tl.constexpr,
@@ -73,6 +73,7 @@ def _experts(
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
+    # x_head: from the token after a head's last to the next head's first.
     # BD: power of two from d on. BC: channels a step of the first product. Descriptors only where d is BD and F a multiple of BF.
     expert = tl.load(tile_expert_ptr + tl.program_id(0))
     if expert >= 0:
@@ -80,8 +81,9 @@ def _experts(
         end = tl.load(offsets_ptr + expert + 1)
         rows = start + tl.arange(0, BT)
         valid = rows < end
-        token = tl.load(tokens_ptr + rows, mask=valid, other=0).to(tl.int64)
-        base = x_ptr + token * x_token + (expert // E).to(tl.int64) * x_head
+        # Places count tokens through all heads: place // K is head * S + token.
+        place = tl.load(order_ptr + rows, mask=valid, other=0).to(tl.int32)
+        base = x_ptr + (place // K).to(tl.int64) * x_token + (expert // E).to(tl.int64) * x_head
         channels = tl.arange(0, BD)
         result = tl.zeros([BT, BD], dtype=tl.float32)
         if BC == BD:
@@ -116,9 +118,8 @@ def _experts(
             up = tl.maximum(tl.minimum(up, 7.0), -7.0)
             hidden = gate * (1.0 / (1.0 + tl.exp(-1.702 * gate))) * (up + 1.0)
             result = tl.dot(hidden.to(second.dtype), second, result, input_precision="ieee")
-        weight = tl.load(weights_ptr + rows, mask=valid, other=0.0)
-        slot = tl.load(slots_ptr + rows, mask=valid, other=0).to(tl.int64)
-        target = out_ptr + slot[:, None] * d + channels[None, :]
+        weight = tl.load(weights_ptr + place, mask=valid, other=0.0)
+        target = out_ptr + place.to(tl.int64)[:, None] * d + channels[None, :]
         tl.store(target, (result * weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None] & (channels < d)[None, :])
 
 
@@ -154,6 +155,11 @@ def settings(device: torch.device, d: int, inner: int) -> Blocks:
     return tile
 
 
+def _head_step(x: Tensor) -> int:
+    """Numbers from the token after a head's last to the next head's first: places count tokens through all heads."""
+    return x.stride(1) - x.shape[0] * x.stride(0)
+
+
 def _launch_hopper(arguments: tuple[Tensor, ...], x: Tensor, w13: Tensor, down: Tensor, tile: Blocks) -> None:
     try:
         from triton.experimental.gluon import language as gl
@@ -172,9 +178,8 @@ def _launch_hopper(arguments: tuple[Tensor, ...], x: Tensor, w13: Tensor, down: 
     # Rows 8 b + 4 l + q of W_down come in the order (b, q, l): see the kernel.
     order = [flat * inner // 8, 4, 2, d]
     wide = TensorDescriptor(down, order, [8 * d, d, 4 * d, 1], [step // 8, 4, 2, d], gl.NVMMASharedLayout(128, 16, 4))
-    sizes = {"E": flat // x.shape[1], "D": d, "F": inner, "BT": tile.rows, "BF": step}
-    grid = (arguments[4].shape[0],)
-    hopper_experts[grid](x, *arguments, x.stride(0), x.stride(1), tall, wide, **sizes, num_warps=tile.warps)
+    sizes = {"E": flat // x.shape[1], "K": arguments[2].shape[2], "D": d, "F": inner, "BT": tile.rows, "BF": step}
+    hopper_experts[(arguments[3].shape[0],)](x, *arguments, x.stride(0), _head_step(x), tall, wide, **sizes, num_warps=tile.warps)
 
 
 def _launch_portable(arguments: tuple[Tensor, ...], x: Tensor, w13: Tensor, down: Tensor, tile: Blocks) -> None:
@@ -189,14 +194,15 @@ def _launch_portable(arguments: tuple[Tensor, ...], x: Tensor, w13: Tensor, down
 
         first = TensorDescriptor(w13, [flat * d, 2 * inner], [2 * inner, 1], [d, 2 * step])
         second = TensorDescriptor(down, [flat * inner, d], [d, 1], [step, d])
-    _experts[(arguments[4].shape[0],)](
+    _experts[(arguments[3].shape[0],)](
         x,
         *arguments,
         first,
         second,
         x.stride(0),
-        x.stride(1),
+        _head_step(x),
         E=flat // x.shape[1],
+        K=arguments[2].shape[2],
         d=d,
         F=inner,
         BT=tile.rows,
@@ -209,22 +215,22 @@ def _launch_portable(arguments: tuple[Tensor, ...], x: Tensor, w13: Tensor, down
     )
 
 
-def expert_rows(x: Tensor, routes: tuple[Tensor, Tensor, Tensor, Tensor], w13: Tensor, down: Tensor, tile: Blocks) -> Tensor:
+def expert_rows(x: Tensor, routes: tuple[Tensor, Tensor, Tensor], w13: Tensor, down: Tensor, tile: Blocks) -> Tensor:
     """The weighted result of every route, [R, d] in the order [G, S, K].
 
     Args:
         x: [S, G, d], last axis contiguous.
-        routes: tokens, slots, weights, offsets, as in `Routes`.
+        routes: order, weights (contiguous), offsets, as in `Routes`.
         w13: [G * E, d, 2 * F] contiguous.
         down: [G * E, F, d] contiguous.
         tile: how to run.
     """
-    tokens, slots, weights, offsets = routes
-    out = torch.empty(tokens.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
-    if tokens.shape[0]:
-        expert, start = plan_tiles(offsets, tokens.shape[0], tile.rows)
+    order, weights, offsets = routes
+    out = torch.empty(order.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
+    if order.shape[0]:
+        expert, start = plan_tiles(offsets, order.shape[0], tile.rows)
         launch = _launch_hopper if tile.loads == HOPPER else _launch_portable
-        launch((out, tokens, slots, weights, expert, start, offsets), x, w13, down, tile)
+        launch((out, order, weights, expert, start, offsets), x, w13, down, tile)
     return out
 
 
@@ -239,15 +245,15 @@ def sum_rows(rows: Tensor, tokens: int, heads: int) -> Tensor:
     return out
 
 
-def _fake(x: Tensor, tokens: Tensor, slots: Tensor, weights: Tensor, offsets: Tensor, w13: Tensor, down: Tensor) -> Tensor:
+def _fake(x: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, w13: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @opaque("multi_head_moe", _fake)
-def _moe_op(x: Tensor, tokens: Tensor, slots: Tensor, weights: Tensor, offsets: Tensor, w13: Tensor, down: Tensor) -> Tensor:
+def _moe_op(x: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, w13: Tensor, down: Tensor) -> Tensor:
     x = x if x.stride(2) == 1 else x.contiguous()
     tile = settings(x.device, x.shape[2], down.shape[1])
-    return sum_rows(expert_rows(x, (tokens, slots, weights, offsets), w13, down, tile), x.shape[0], x.shape[1])
+    return sum_rows(expert_rows(x, (order, weights.contiguous(), offsets), w13, down, tile), x.shape[0], x.shape[1])
 
 
 def multi_head_moe(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
@@ -256,4 +262,4 @@ def multi_head_moe(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         check_types("multi_head_moe", (torch.bfloat16,), x=x)
     if weights.w13 is None or not weights.w13.is_contiguous() or not weights.down.is_contiguous():
         raise ValueError("weights have no contiguous W13 or W_down: make them with ExpertWeights.packed(pack_w13(gate, up), down).")
-    return _moe_op(x, routes.tokens, routes.slots, routes.weights, routes.offsets, weights.w13, weights.down)
+    return _moe_op(x, routes.order, routes.weights, routes.offsets, weights.w13, weights.down)

@@ -19,14 +19,15 @@ def multi_head_moe(x: Tensor, routes: Routes, weights: "ExpertWeights") -> Tenso
     experts_a_head = weights.gate.shape[0] // heads
     rows = x.reshape(tokens * heads, width)
     out = torch.zeros_like(rows)
+    route_tokens, route_weights = routes.tokens().long(), routes.sorted_weights()
     bounds = routes.offsets.tolist()
     for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start == stop:
             continue
-        index = routes.tokens[start:stop].long() * heads + expert // experts_a_head
+        index = route_tokens[start:stop] * heads + expert // experts_a_head
         inputs = rows[index].float()
         hidden = gated(inputs @ weights.gate[expert].float(), inputs @ weights.up[expert].float()).to(x.dtype)
-        result = (hidden.float() @ weights.down[expert].float()) * routes.weights[start:stop].unsqueeze(-1)
+        result = (hidden.float() @ weights.down[expert].float()) * route_weights[start:stop].unsqueeze(-1)
         # An expert has a token at most once, so each target is added to once per call.
         out.index_add_(0, index, result.to(x.dtype))
     return out.view(tokens, heads, width)

@@ -22,6 +22,12 @@ class PreviewLayer(HyperConnectedLayer):
         self.attention = Attention(config, blocks, dtype)
         self.mlp = DenseMLP(config, dtype) if per_modality else MoEMLP(config, dtype)
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Makes the forms of the weights that the kernels read, once the weights are in and the kernels are chosen."""
+        super().prepare(dtype)
+        if isinstance(self.mlp, MoEMLP):
+            self.mlp.moe_mlp.prepare(dtype)
+
     def attend(self, streams: Tensor, tokens: TokenContext) -> Tensor:
         """Streams [S, N, C] after the attention branch."""
         norm = self.attention.pre_norm

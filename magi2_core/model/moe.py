@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from magi2_core.config import PreviewConfig
-from magi2_kernels.moe_routing import TopK, route, sort_routes
+from magi2_kernels.moe_routing import TopK, route, sort_routes, split_gate
 from magi2_kernels.multi_head_moe import ExpertWeights, multi_head_moe, pack_w13, unpack_w13
 from magi2_kernels.swiglu import swiglu7
 
@@ -64,10 +64,12 @@ class Router(nn.Module):
         flat = config.moe.num_heads * config.moe.num_experts
         self.expert_bias = frozen(flat)
         self.expert_bias_ema = frozen(flat)
+        # Made by `MultiHeadMoE.prepare` where the kernels want it; moves with the weights, not part of a checkpoint.
+        self.register_buffer("gate_parts", None, persistent=False)
 
     def forward(self, x: Tensor, gate: Tensor) -> TopK:
         """x [S, G, d] and gate fp32 [G * E, d] to the chosen experts and their weights."""
-        return route(x, gate, self.expert_bias_ema, top_k=self.top_k, route_scale=self.route_scale)
+        return route(x, gate, self.expert_bias_ema, top_k=self.top_k, route_scale=self.route_scale, parts=self.gate_parts)
 
 
 PACKED = ("W_gate", "W_up")
@@ -108,6 +110,10 @@ class MultiHeadMoE(nn.Module):
         if (tuple(self.W13.shape), self.W13.dtype, self.W13.device) != (whole, dtype, device):
             self.W13 = nn.Parameter(torch.empty(whole, dtype=dtype, device=device), requires_grad=False)
         return unpack_w13(self.W13)[PACKED.index(name)]
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Splits the gate for tokens of type `dtype`, once the weights are in and the kernels are chosen."""
+        self.router.gate_parts = split_gate(self.gate, self.gate.shape[0] // self.num_experts, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, G, d] to [S, G, d]."""

@@ -31,6 +31,7 @@ class Inputs:
 
     x: Tensor
     gate: Tensor
+    parts: Tensor | None
     bias: Tensor
     w13: Tensor
     down: Tensor
@@ -42,10 +43,16 @@ class Inputs:
         return self.x.shape[0] * self.x.shape[1]
 
 
-def _routing(i: Inputs) -> Any:
-    from magi2_kernels.moe_routing import route, sort_routes
+def _route(i: Inputs) -> Any:
+    from magi2_kernels.moe_routing import route
 
-    return sort_routes(route(i.x, i.gate, i.bias, top_k=K, route_scale=SCALE), E)
+    return route(i.x, i.gate, i.bias, top_k=K, route_scale=SCALE, parts=i.parts)
+
+
+def _routing(i: Inputs) -> Any:
+    from magi2_kernels.moe_routing import sort_routes
+
+    return sort_routes(_route(i), E)
 
 
 def _normal(*shape: int, scale: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -55,6 +62,7 @@ def _normal(*shape: int, scale: float, dtype: torch.dtype = torch.bfloat16) -> T
 def make(shape: str) -> Inputs:
     """Inputs of the released widths."""
     from magi2_kernels.common.choice import using
+    from magi2_kernels.moe_routing import split_gate
 
     tokens, heads = SHAPES[shape]
     flat = heads * E
@@ -66,6 +74,7 @@ def make(shape: str) -> Inputs:
         "down": _normal(flat, F, D, scale=F**-0.5),
     }
     with using("triton"):
+        fields["parts"] = split_gate(fields["gate"], heads, torch.bfloat16)
         return Inputs(**fields, routes=_routing(Inputs(**fields, routes=None)))
 
 
@@ -75,7 +84,7 @@ def run_routing(i: Inputs) -> list[Tensor]:
 
     routes = _routing(i)
     tiles = plan_tiles(routes, 128)
-    return [routes.tokens, routes.weights, routes.offsets, routes.slots, tiles.expert, tiles.start]
+    return [routes.order, routes.weights, routes.offsets, tiles.expert, tiles.start]
 
 
 def run_experts(i: Inputs) -> list[Tensor]:
@@ -95,18 +104,18 @@ def run_whole(i: Inputs) -> list[Tensor]:
 def different_sets(i: Inputs) -> float:
     """Share of rows with another set of experts than the reference; infinite when weights, order or tiles are wrong."""
     from magi2_kernels.common.choice import using
-    from magi2_kernels.moe_routing import plan_tiles, route, sort_routes
+    from magi2_kernels.moe_routing import plan_tiles, sort_routes
 
-    found = route(i.x, i.gate, i.bias, top_k=K, route_scale=SCALE)
+    found = _route(i)
     routes = sort_routes(found, E)
     tiles = plan_tiles(routes, 128)
     with using("reference"):
-        want = route(i.x, i.gate, i.bias, top_k=K, route_scale=SCALE)
+        want = _route(i)
         want_routes = sort_routes(found, E)
         want_tiles = plan_tiles(want_routes, 128)
     exact = (found.ids == want.ids).all(-1)
     right = (found.weights[exact] - want.weights[exact]).abs().max() < 1e-5
-    for name in ("tokens", "weights", "offsets", "slots"):
+    for name in ("order", "offsets"):
         right = right and torch.equal(getattr(routes, name), getattr(want_routes, name))
     right = right and torch.equal(tiles.expert, want_tiles.expert) and torch.equal(tiles.start, want_tiles.start)
     same = (found.ids.sort(-1).values == want.ids.sort(-1).values).all(-1)
@@ -119,7 +128,7 @@ def flops(i: Inputs) -> float:
 
 
 def routing_bytes(i: Inputs) -> float:
-    """Tokens once, routes (token, weight, slot) once."""
+    """Tokens once, routes (place, weight) once."""
     return float(i.x.numel() * 2 + i.rows * K * 12)
 
 
@@ -142,18 +151,18 @@ def entries() -> list[Entry]:
 
 def parts(i: Inputs) -> dict[str, float]:
     """Median milliseconds of the kernels inside."""
-    from magi2_kernels.moe_routing import TopK, kernel, plan_tiles, route, sort_routes
+    from magi2_kernels.moe_routing import kernel, plan_tiles, sort_routes
     from magi2_kernels.multi_head_moe import kernel as experts
 
-    found = route(i.x, i.gate, i.bias, top_k=K, route_scale=SCALE)
-    routes = (i.routes.tokens, i.routes.slots, i.routes.weights, i.routes.offsets)
+    found = _route(i)
+    routes = (i.routes.order, i.routes.weights, i.routes.offsets)
     tile = experts.settings(i.x.device, D, F)
     rows = experts.expert_rows(i.x, routes, i.w13, i.down, tile)
     tokens, heads = i.x.shape[:2]
     calls = {
-        "gate parts": lambda: kernel._gate_parts(i.gate, heads, torch.bfloat16),
-        "gate parts, logits, choice": lambda: route(i.x, i.gate, i.bias, top_k=K, route_scale=SCALE),
-        "sort": lambda: sort_routes(TopK(found.ids, found.weights), E),
+        "gate parts": lambda: kernel.split_gate(i.gate, heads, torch.bfloat16),
+        "logits, choice": lambda: _route(i),
+        "sort": lambda: sort_routes(found, E),
         "tile table": lambda: plan_tiles(i.routes, tile.rows),
         "tile table, expert network": lambda: experts.expert_rows(i.x, routes, i.w13, i.down, tile),
         "sum": lambda: experts.sum_rows(rows, tokens, heads),

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from magi2_kernels.common.choice import using
-from magi2_kernels.moe_routing import TopK, kernel, plan_tiles, reference, route, sort_routes
+from magi2_kernels.moe_routing import TopK, kernel, plan_tiles, reference, route, sort_routes, split_gate
 
 SHAPES = [(13, 3, 5, 2, 6), (1, 1, 1, 1, 1), (33, 2, 20, 6, 40), (70, 1, 17, 3, 16), (0, 2, 8, 2, 8)]
 """S, G, E, K, d."""
@@ -44,6 +44,7 @@ def test_route_equals_reference(triton_device: str, shape: tuple[int, ...], dtyp
     with using("triton"):
         got = route(x, gate, bias, top_k=k, route_scale=4.9)
     assert torch.equal(got.ids.long(), want_ids)
+    assert torch.equal(got.flat.long(), want_ids + torch.arange(0, g * e, e, device=triton_device).view(-1, 1, 1))
     torch.testing.assert_close(got.weights, want_weights, rtol=2e-5, atol=1e-6)
 
 
@@ -83,6 +84,24 @@ def test_route_vanishing_scores_stay_finite(triton_device: str) -> None:
     assert torch.isfinite(got.weights).all() and got.ids.max() < 6
 
 
+def test_route_prepared_gate_gives_the_same_bits(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 21, 2, 7, 10, torch.float32)
+    with using("triton"):
+        parts = split_gate(gate, 2, x.dtype)
+        want = route(x, gate, bias, top_k=3, route_scale=1.0)
+        got = route(x, gate.fill_(0.0), bias, top_k=3, route_scale=1.0, parts=parts)
+        with pytest.raises(ValueError, match="split this gate"):
+            route(x[:, :1], gate[:7], bias[:7], top_k=3, route_scale=1.0, parts=parts)
+    assert torch.equal(got.ids, want.ids) and torch.equal(got.weights, want.weights)
+
+
+def test_split_gate_bf16_parts_add_up_exactly(triton_device: str) -> None:
+    gate = inputs(triton_device, 1, 3, 35, 40, torch.float32)[1]
+    with using("triton"):
+        parts = split_gate(gate, 3, torch.bfloat16)
+    assert parts.dtype == torch.bfloat16 and torch.equal(parts.float().sum(0).transpose(1, 2).flatten(0, 1), gate)
+
+
 def test_route_other_types_are_refused(triton_device: str) -> None:
     x, gate, bias = inputs(triton_device, 3, 1, 4, 8, torch.float64)
     with using("triton"), pytest.raises(ValueError, match="the Triton kernel takes"):
@@ -101,7 +120,7 @@ def test_sort_and_tiles_equal_reference(triton_device: str, shape: tuple[int, ..
         got_tiles = plan_tiles(got, rows)
     for field in dataclasses.fields(want):
         left, right = getattr(got, field.name), getattr(want, field.name)
-        assert left == right if field.name == "top_k" else torch.equal(left, right) and left.dtype == right.dtype, field.name
+        assert torch.equal(left, right) and left.dtype == right.dtype, field.name
     assert torch.equal(got_tiles.expert, tiles.expert) and torch.equal(got_tiles.start, tiles.start)
 
 
@@ -109,7 +128,16 @@ def test_sort_routes_many_experts_use_wide_keys(triton_device: str) -> None:
     ids = torch.tensor([[[39_999], [1], [39_998]]], device=triton_device)
     with using("triton"):
         got = sort_routes(TopK(ids.int(), torch.ones(1, 3, 1, device=triton_device)), 40_000)
-    assert got.tokens.tolist() == [1, 2, 0] and got.offsets[-1] == 3
+    assert got.tokens().tolist() == [1, 2, 0] and got.offsets[-1] == 3
+
+
+def test_sort_routes_by_the_keys_that_route_made(triton_device: str) -> None:
+    x, gate, bias = inputs(triton_device, 33, 2, 20, 40, torch.float32)
+    with using("triton"):
+        chosen = route(x, gate, bias, top_k=6, route_scale=4.9)
+        got = sort_routes(chosen, 20)
+    want = sort_routes(TopK(chosen.ids, chosen.weights), 20)
+    assert chosen.flat.dtype == torch.int16 and torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
 
 
 @pytest.mark.parametrize("name", kernel.TABLE)
@@ -118,7 +146,7 @@ def test_router_table_row_is_right(triton_device: str, name: str) -> None:
     s, g, e, k, d = (700, 2, 256, 6, 256) if on_gpu else (20, 1, 16, 2, 20)
     x, gate, bias = inputs(triton_device, s, g, e, d, torch.bfloat16 if on_gpu else torch.float32)
     want_ids, want = reference.route(x, gate, bias, top_k=k, route_scale=4.9)
-    ids, weights = kernel._launch_route(x, gate, bias, k, 4.9, kernel.TABLE[name])
+    ids, weights, _ = kernel._launch_route(x, kernel.split_gate(gate, g, x.dtype), bias, k, 4.9, kernel.TABLE[name])
     same = (ids == want_ids).all(-1)
     assert same.float().mean() > 0.998
     torch.testing.assert_close(weights[same], want[same], rtol=2e-5, atol=1e-6)
@@ -151,4 +179,4 @@ def test_routing_is_captured_in_a_graph(triton_device: str) -> None:
         x.copy_(torch.randn_like(x))
         graph.replay()
         want, want_tiles = run()
-    assert torch.equal(routes.tokens, want.tokens) and torch.equal(tiles.start, want_tiles.start)
+    assert torch.equal(routes.order, want.order) and torch.equal(tiles.start, want_tiles.start)

@@ -117,7 +117,7 @@ def test_table_row_is_right(triton_device: str, dtype: torch.dtype, name: str) -
         sizes = REAL[0]
     x, chosen, weights = case(triton_device, sizes, dtype, seed=3)
     routes = routes_of(chosen, sizes[2])
-    rows = kernel.expert_rows(x, (routes.tokens, routes.slots, routes.weights, routes.offsets), weights.w13, weights.down, tile)
+    rows = kernel.expert_rows(x, (routes.order, routes.weights, routes.offsets), weights.w13, weights.down, tile)
     got = kernel.sum_rows(rows, x.shape[0], x.shape[1])
     assert error(got, exact(x, chosen, weights)) < (1e-6 if dtype == torch.float32 else 6e-3)
 

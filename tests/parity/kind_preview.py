@@ -167,8 +167,8 @@ def _router(c: Component) -> Tensors:
         "logits": logits,
         "topk_ids": chosen.ids,
         "topk_weights": chosen.weights,
-        "gather_ids": routes.tokens,
-        "probs_sorted": routes.weights,
+        "gather_ids": routes.tokens(),
+        "probs_sorted": routes.sorted_weights(),
         "expert_offsets": routes.offsets,
     }
 

@@ -49,20 +49,30 @@ def _produce(w13, down, expert, shared, D: gl.constexpr, F: gl.constexpr, BF: gl
 
 
 @gluon.jit
-def _consume(half, routes, x_buffer, shared, D: gl.constexpr, F: gl.constexpr, BT: gl.constexpr, BF: gl.constexpr):
-    x_ptr, out_ptr, tokens_ptr, slots_ptr, weights_ptr, start, end, x_token, head_offset = routes
+def _consume(half, routes, own, shared, K: gl.constexpr, D: gl.constexpr, F: gl.constexpr, BT: gl.constexpr, BF: gl.constexpr):
+    x_ptr, out_ptr, order_ptr, weights_ptr, start, end, x_token, head_offset = routes
+    x_buffer, place_buffer, weight_buffer = own
     w13_buffers, down_buffer, w13_ready, w13_free, down_ready, down_free = shared
     STEPS: gl.constexpr = F // BF
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
     HIDDEN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BF, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     begin = start + half * BT
+    line = begin + gl.arange(0, BT, LINE)
+    place = gl.load(order_ptr + line, mask=line < end, other=0).to(gl.int32)
+    weight = gl.load(weights_ptr + place, mask=line < end, other=0.0)
+    place_buffer.store(place)
+    gl.thread_barrier()
     rows = begin + gl.arange(0, BT, gl.SliceLayout(1, ROWS))
-    token = gl.load(tokens_ptr + rows, mask=rows < end, other=0).to(gl.int64)
+    # Places count tokens through all heads: place // K is head * S + token.
+    token = (place_buffer.load(gl.SliceLayout(1, ROWS)) // K).to(gl.int64)
     columns = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
     base = token * x_token + head_offset
     x = gl.load(x_ptr + gl.expand_dims(base, 1) + columns, mask=gl.expand_dims(rows < end, 1), other=0.0)
+    # Places and weights wait in shared memory: at the end nothing is left to fetch, and the loop has the registers.
+    weight_buffer.store(weight)
     x_buffer.store(x)
     fence_async_shared()
     gl.thread_barrier()
@@ -92,13 +102,11 @@ def _consume(half, routes, x_buffer, shared, D: gl.constexpr, F: gl.constexpr, B
     mbarrier.wait(down_ready, (STEPS - 1) & 1)
     sums = warpgroup_mma(hidden, down_buffer.reshape([BF, D]), result, is_async=True)
     result = warpgroup_mma_wait(num_outstanding=0, deps=[sums])
-    where = begin + gl.arange(0, BT, gl.SliceLayout(1, RESULT))
-    weight = gl.load(weights_ptr + where, mask=where < end, other=0.0)
-    value = (result * gl.expand_dims(weight, 1)).to(gl.bfloat16)
+    value = (result * gl.expand_dims(weight_buffer.load(gl.SliceLayout(1, RESULT)), 1)).to(gl.bfloat16)
     # The tokens' own buffer carries the rows out, each line written whole.
     x_buffer.store(value)
     gl.thread_barrier()
-    target = gl.load(slots_ptr + rows, mask=rows < end, other=0).to(gl.int64)
+    target = place_buffer.load(gl.SliceLayout(1, ROWS)).to(gl.int64)
     gl.store(out_ptr + gl.expand_dims(target * D, 1) + columns, x_buffer.load(ROWS), mask=gl.expand_dims(rows < end, 1))
 
 
@@ -106,8 +114,7 @@ def _consume(half, routes, x_buffer, shared, D: gl.constexpr, F: gl.constexpr, B
 def _experts(
     x_ptr,
     out_ptr,
-    tokens_ptr,
-    slots_ptr,
+    order_ptr,
     weights_ptr,
     tile_expert_ptr,
     tile_start_ptr,
@@ -117,20 +124,27 @@ def _experts(
     w13,
     down,
     E: gl.constexpr,
+    K: gl.constexpr,
     D: gl.constexpr,
     F: gl.constexpr,
     BT: gl.constexpr,
     BF: gl.constexpr,
 ):
+    # x_head: from the token after a head's last to the next head's first.
     expert = gl.load(tile_expert_ptr + gl.program_id(0))
     if expert >= 0:
-        # Gate/up weights are buffered twice, down weights once: 224 KB with 256 channels and 64 inner columns.
+        # Gate/up weights are buffered twice, down weights once: 224 of 227 KB with 256 channels and 64 inner columns.
         HALF: gl.constexpr = BT // 2
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         w13_buffers = gl.allocate_shared_memory(gl.bfloat16, [2, D, 2 * BF], w13.layout)
         down_buffer = gl.allocate_shared_memory(gl.bfloat16, [BF // 8, 4, 2, D], down.layout)
+        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         x0 = gl.allocate_shared_memory(gl.bfloat16, [HALF, D], LAYOUT)
         x1 = gl.allocate_shared_memory(gl.bfloat16, [HALF, D], LAYOUT)
+        places0 = gl.allocate_shared_memory(gl.int32, [HALF], LINE)
+        places1 = gl.allocate_shared_memory(gl.int32, [HALF], LINE)
+        weights0 = gl.allocate_shared_memory(gl.float32, [HALF], LINE)
+        weights1 = gl.allocate_shared_memory(gl.float32, [HALF], LINE)
         w13_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         w13_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         down_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -143,14 +157,14 @@ def _experts(
         fence_async_shared()
         gl.thread_barrier()
         start = gl.load(tile_start_ptr + gl.program_id(0))
-        end = gl.load(offsets_ptr + expert + 1).to(gl.int32)
+        end = gl.load(offsets_ptr + expert + 1)
         head_offset = (expert // E).to(gl.int64) * x_head
-        routes = (x_ptr, out_ptr, tokens_ptr, slots_ptr, weights_ptr, start, end, x_token, head_offset)
+        routes = (x_ptr, out_ptr, order_ptr, weights_ptr, start, end, x_token, head_offset)
         shared = (w13_buffers, down_buffer, w13_ready, w13_free, down_ready, down_free)
         gl.warp_specialize(
             [
-                (_consume, (0, routes, x0, shared, D, F, HALF, BF)),
-                (_consume, (1, routes, x1, shared, D, F, HALF, BF)),
+                (_consume, (0, routes, (x0, places0, weights0), shared, K, D, F, HALF, BF)),
+                (_consume, (1, routes, (x1, places1, weights1), shared, K, D, F, HALF, BF)),
                 (_produce, (w13, down, expert, shared, D, F, BF)),
             ],
             [4, 1],
