@@ -31,20 +31,20 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Both steps for as many tokens at a time as CHUNK_SCORES allows."""
     rows = max(1, CHUNK_SCORES // max(1, gate.shape[0]))
-    parts = [
+    pieces = [
         select_experts(router_logits(x[start : start + rows], gate), expert_bias, top_k=top_k, route_scale=route_scale)
         for start in range(0, max(1, x.shape[0]), rows)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([ids for ids, _ in parts], dim=1), torch.cat([weights for _, weights in parts], dim=1)
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([ids for ids, _ in pieces], dim=1), torch.cat([weights for _, weights in pieces], dim=1)
 
 
 def sort_routes(ids: Tensor, flat: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
     """Order and offsets, from the ids alone. A stable sort of head-major, token-major routes keeps the tokens of an expert ascending."""
     heads = ids.shape[0]
-    flat = (ids + torch.arange(heads, device=ids.device).view(-1, 1, 1) * num_experts).flatten()
-    experts, order = torch.sort(flat, stable=True)
+    keys = (ids + torch.arange(heads, device=ids.device).view(-1, 1, 1) * num_experts).flatten()
+    experts, order = torch.sort(keys, stable=True)
     return order, torch.searchsorted(experts, torch.arange(heads * num_experts + 1, device=ids.device), out_int32=True)
 
 

@@ -95,6 +95,27 @@ def test_route_prepared_gate_gives_the_same_bits(triton_device: str) -> None:
     assert torch.equal(got.ids, want.ids) and torch.equal(got.weights, want.weights)
 
 
+def test_model_prepare_splits_the_gate_beside_the_checkpoint(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from magi2_core.config import MoEConfig, PreviewConfig
+    from magi2_core.model.block import PreviewLayer
+
+    moe = MoEConfig(num_heads=2, num_experts=4, top_k=2, moe_layers=(0,), expert_intermediate_size=8)
+    layer = PreviewLayer(PreviewConfig(num_layers=1, hidden_size=24, head_dim=12, mm_layers=(), moe=moe), 0, torch.float32)
+    x, gate, _ = inputs("cpu", 9, 2, 4, 12, torch.float32)
+    experts, names = layer.mlp.moe_mlp, set(layer.state_dict())
+    for parameter in layer.parameters():
+        parameter.data.fill_(0.1)
+    experts.gate.data.copy_(gate)
+    layer.to(triton_device)
+    x = x.to(triton_device)
+    want = experts.router(x, experts.gate)
+    with using("triton"):
+        layer.prepare(torch.float32)
+        monkeypatch.setattr(kernel, "split_gate", None)
+        got = experts.router(x, experts.gate)
+    assert torch.equal(got.ids.long(), want.ids) and set(layer.state_dict()) == names
+
+
 def test_split_gate_bf16_parts_add_up_exactly(triton_device: str) -> None:
     gate = inputs(triton_device, 1, 3, 35, 40, torch.float32)[1]
     with using("triton"):
