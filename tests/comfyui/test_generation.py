@@ -169,8 +169,10 @@ def test_audio_mux_joins_and_replaces(server: Server) -> None:
 
 
 def test_audio_mux_needs_fps(server: Server) -> None:
+    # wired, so that it is not known when the prompt is queued
     graph = graphs.to_digest(steps=2)
-    graph["7"] = {"class_type": "Magi2AudioMux", "inputs": {"audio": ["5", 1], "images": ["5", 0]}}
+    graph["7"] = {"class_type": "Magi2AudioMux", "inputs": {"audio": ["5", 1], "images": ["5", 0], "fps": ["9", 0]}}
+    graph["9"] = {"class_type": "PrimitiveFloat", "inputs": {"value": 0.0}}
     graph["8"] = {
         "class_type": "SaveVideo",
         "inputs": {"video": ["7", 0], "filename_prefix": "video/none", "format": "auto", "codec": "auto"},
