@@ -15,8 +15,11 @@ def main() -> int:
     unwanted = {str(packages.ROOT), str(packages.ROOT / "magi2_core")}
     sys.path[:] = [entry for entry in sys.path if str(Path(entry or ".").resolve()) not in unwanted]
     packages.register()
-    from magi2_core import cli
-
+    try:
+        from magi2_core import cli
+    except KeyboardInterrupt:
+        print("error: stopped.", file=sys.stderr)
+        return 130
     return cli.main()
 
 

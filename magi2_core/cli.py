@@ -5,15 +5,14 @@ The bodies live in `magi2_core/commands/` and are imported when their command ru
 """
 
 import argparse
+import atexit
 import importlib
-import io
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from magi2_core.commands import fleet_options
+from magi2_core.commands import cancel, fleet_options, streams
 
 from . import __version__, env
 from .errors import DependencyError, Magi2Error, OutOfMemoryError, RequestError
@@ -144,7 +143,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _command(commands: argparse._SubParsersAction, name: str, summary: str, text: str) -> argparse.ArgumentParser:
+def _add_command(commands: argparse._SubParsersAction, name: str, summary: str, text: str) -> argparse.ArgumentParser:
     head, _, examples = text.partition("\n\n")
     parser = commands.add_parser(
         name, help=summary, description=head, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -159,14 +158,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ComfyUI-MAGI2 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    generate = _command(commands, "generate", "make a clip from a prompt, or from a prompt and a picture", GENERATE)
+    generate = _add_command(commands, "generate", "make a clip from a prompt, or from a prompt and a picture", GENERATE)
     for add in (_add_prompt, _add_sampling, _add_output, _add_machine):
         add(generate)
 
-    saved = _command(commands, "run", "run a saved ComfyUI workflow", RUN)
+    saved = _add_command(commands, "run", "run a saved ComfyUI workflow", RUN)
     _add_run(saved)
 
-    tiny = _command(commands, "make-tiny", "write a small random checkpoint for tests", MAKE_TINY)
+    tiny = _add_command(commands, "make-tiny", "write a small random checkpoint for tests", MAKE_TINY)
     tiny.add_argument("folder", metavar="DIR", help="folder to write; must be new or empty")
     tiny.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: 0)")
     tiny.add_argument(
@@ -176,13 +175,13 @@ def build_parser() -> argparse.ArgumentParser:
     for name, what in TINY_SIZES.items():
         tiny.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
 
-    doctor = _command(commands, "doctor", "say what this machine has and what is missing", DOCTOR)
+    doctor = _add_command(commands, "doctor", "say what this machine has and what is missing", DOCTOR)
     doctor.add_argument("--checkpoint", metavar="NAME|DIR", help="look at this checkpoint only (default: all that are found)")
     doctor.add_argument(
         "--verify", action="store_true", help="read every file and compare with the checkpoint's SHA-256 manifest (minutes)"
     )
     doctor.add_argument("--write-manifest", action="store_true", help="write the SHA-256 manifest of a checkpoint you trust (minutes)")
-    fleet_options.add_commands(lambda name, summary, text: _command(commands, name, summary, text), PROGRAM)
+    fleet_options.add_commands(lambda name, summary, text: _add_command(commands, name, summary, text), PROGRAM)
     return parser
 
 
@@ -205,8 +204,9 @@ TINY_SIZES = {
 
 def _run(options: argparse.Namespace) -> int:
     name = "fleet" if options.command in fleet_options.COMMANDS else options.command.replace("-", "_")
-    module = importlib.import_module(f"magi2_core.commands.{name}")
     try:
+        with cancel.leaving():  # an exception inside the C code of an import ends in an abort
+            module = importlib.import_module(f"magi2_core.commands.{name}")
         return module.run(options)
     except (Magi2Error, KeyboardInterrupt):
         raise
@@ -228,10 +228,25 @@ def _report(error: BaseException) -> int:
     if isinstance(error, Magi2Error):
         code, text = error.exit_code, " ".join(str(error).splitlines())
     elif isinstance(error, KeyboardInterrupt):
-        code, text = 130, "stopped."
+        code, text = cancel.STOPPED, "stopped."
     else:
         code, text = 1, f"unexpected {type(error).__name__}: {' '.join(str(error).splitlines())}. Run again with --debug for the traceback."
     print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def _command(arguments: list[str]) -> int:
+    """Runs one command; its results have left this process when it returns, else that raises."""
+    code = RequestError.exit_code
+    try:
+        if arguments:
+            code = _run(build_parser().parse_args(arguments))
+        else:
+            build_parser().print_help()
+    except SystemExit:  # of --help and --version
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
     return code
 
 
@@ -239,21 +254,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     env.set_sleeping_threads()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # a daemon or a windowless start has none
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # a console or pipe that cannot show a file name must not turn a finished clip into an error
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        if not arguments:
-            build_parser().print_help()
-            return 2
-        return _run(build_parser().parse_args(arguments))
-    except (Exception, KeyboardInterrupt) as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        return _report(error)
+    if argv is None:
+        atexit.register(cancel.ignore_interrupts)  # the first that is registered runs last
+    with streams.guarded():
+        try:
+            code = _command(arguments)
+        except (Exception, KeyboardInterrupt) as error:
+            if "--debug" in arguments:
+                traceback.print_exc()
+            code = _report(error)
+    if argv is None:
+        cancel.leave_on_interrupt(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from magi2_core import __version__, device, env
 from magi2_core.checkpoint import catalog
 from magi2_core.errors import CheckpointError, Magi2Error, RequestError
 
+from .cancel import Cancel, leaving
+
 if TYPE_CHECKING:
     import torch
 
@@ -80,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
     findings = Findings()
     findings.line(f"ComfyUI-MAGI2 {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     findings.line("\npackages")
-    has_torch = all([_check_package(findings, package) for package in PACKAGES][:1])
+    with leaving():
+        has_torch = all([_check_package(findings, package) for package in PACKAGES][:1])
     if has_torch:
         findings.line("\ndevices")
         _check_devices(findings)
@@ -206,7 +209,6 @@ def _check_checkpoints(findings: Findings, options: argparse.Namespace) -> None:
 def _checksums(findings: Findings, path: Path, options: argparse.Namespace) -> None:
     from magi2_core.checkpoint.manifest import verify_manifest, write_manifest
 
-    from .cancel import Cancel
     from .progress import ProgressBar
 
     bar = ProgressBar()

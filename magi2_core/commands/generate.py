@@ -131,6 +131,7 @@ def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: P
         raise Interrupted(_with_hint(error, saved)) from error
     except Magi2Error as error:
         raise type(error)(_with_hint(error, saved)) from error
+    _say_result(plan.files.video, latents, clip)
 
 
 def _with_hint(error: Magi2Error, saved: Path | None) -> str:
@@ -162,7 +163,15 @@ def _write(plan: Plan, latents: Latents, clip: Clip, hooks: StageHooks) -> None:
         metadata=build_metadata(latents, {"decoder": plan.decode.decoder}),
         should_stop=hooks.should_stop,
     )
+
+
+def _say_result(video: Path, latents: Latents, clip: Clip) -> None:
+    assert clip.frames is not None
     count, height, width = clip.frames.shape[:3]
-    sys.stdout.write(
-        f"{files.video}: {width}x{height}, {count} frames at {clip.fps:g} fps, seed {latents.seed}, latents {latents.sha256()}\n"
-    )
+    try:
+        sys.stdout.write(
+            f"{video}: {width}x{height}, {count} frames at {clip.fps:g} fps, seed {latents.seed}, latents {latents.sha256()}\n"
+        )
+        sys.stdout.flush()
+    except OutputError as error:
+        raise OutputError(f"{error} The clip itself is whole: {video}") from None
