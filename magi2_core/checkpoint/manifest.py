@@ -7,7 +7,7 @@ identity of a checkpoint that goes into latents, made from headers and sizes so 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,13 +144,29 @@ def verify_manifest(folder: Path, *, progress: ProgressCallback | None = None, s
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """Sixteen hex digits that name a checkpoint: over names, sizes and the first MiB of the files in its component folders.
+    """Sixteen hex digits that name what makes latents: over names, sizes and the first MiB of the files of the preview transformer.
 
-    Equal for copies of one checkpoint; it does not find a flipped bit (`verify_manifest` does).
+    Equal for copies of one checkpoint, with or without refiner and decoders; "" without a preview transformer. It does not find a
+    flipped bit (`verify_manifest` does).
     """
+    return _hash_components(folder, ("preview",)) if (Path(folder) / LAYOUTS["preview"].folder).is_dir() else ""
+
+
+def installation_hash(folder: Path) -> str:
+    """The same over all components that are there; early 0.1.0 wrote it into latents."""
+    return _hash_components(folder, LAYOUTS)
+
+
+def is_made_by(latents_hash: str, folder: Path) -> bool:
+    """Whether latents that say `latents_hash` were made by the preview transformer of this checkpoint, as far as a hash tells."""
+    own = checkpoint_hash(folder)
+    return not own or latents_hash in (own, installation_hash(folder))
+
+
+def _hash_components(folder: Path, components: Iterable[str]) -> str:
     folder = Path(folder)
     digest = hashlib.sha256()
-    component_folders = {layout.folder for layout in LAYOUTS.values()}
+    component_folders = {LAYOUTS[name].folder for name in components}
     for name in list_files(folder):
         if name.split("/")[0] not in component_folders:
             continue

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from magi2_core import env
-from magi2_core.checkpoint.manifest import checkpoint_hash
+from magi2_core.checkpoint.manifest import is_made_by
 from magi2_core.errors import EnhanceError, Interrupted, Magi2Error, OutputError
 from magi2_core.media import mux
 from magi2_core.media.image import encode_jpeg
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.checkpoint.is_embedded and not options.checkpoint:
         say("No --checkpoint given: using the embedded nano, a small trained model of one moving shape with a sound (see README.md).")
     made_by = None if plan.latents is None else plan.latents.checkpoint_hash
-    if made_by and made_by != checkpoint_hash(plan.checkpoint.path):
+    if made_by and not is_made_by(made_by, plan.checkpoint.path):
         say(
             f"These latents were made with another checkpoint than {plan.checkpoint.name}: the clip may be noise (choose with --checkpoint)."
         )

@@ -19,7 +19,7 @@ import torch
 from magi2_core import device as devices
 from magi2_core import env
 from magi2_core.checkpoint import catalog, components
-from magi2_core.checkpoint.manifest import checkpoint_hash
+from magi2_core.checkpoint.manifest import checkpoint_hash, installation_hash
 from magi2_core.checkpoint.slices import is_expert_tensor
 from magi2_core.config import GenerationDefaults, PreviewConfig
 from magi2_core.errors import CheckpointError, DependencyError, RequestError
@@ -92,6 +92,7 @@ class Pipeline:
         self.groups = launch.groups
         self.defaults = GenerationDefaults.from_folder(self.checkpoint)
         self.checkpoint_hash = checkpoint_hash(self.checkpoint)
+        self.installation_hash = installation_hash(self.checkpoint)
         self.text_cache: MutableMapping[str, stages.EncodedText] = TextCache()
         self._fixed = dict(placement or {})
         self._checked: dict[str, int] = {}
@@ -182,7 +183,7 @@ class Pipeline:
         self._lockstep = Lockstep(self.groups, active.should_stop)
         self._running = replace(active, should_stop=self._lockstep.should_stop)
         if self.groups.world.is_real:
-            check_same(self.groups, f"{stage} {request_hash(request)} {self.checkpoint_hash}")
+            check_same(self.groups, f"{stage} {request_hash(request)} {self.installation_hash}")
         is_deterministic = getattr(request, "deterministic", False)
         guard = memory_guard(stage, self.device, lambda: self._advice(stage))
         chosen = choice.using(self.kernels), providers.using(self.launch.attention.name)

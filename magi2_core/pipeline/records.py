@@ -74,10 +74,14 @@ def refine_settings(request: RefineRequest) -> dict[str, Any]:
     return settings
 
 
-def check_resume(request: SampleRequest, checkpoint_hash: str) -> SolverState:
-    """The solver state to go on from. Raises RequestError, with both values, when the request differs in what fixes the trajectory."""
+def check_resume(request: SampleRequest, checkpoint_hash: str, installation_hash: str) -> SolverState:
+    """The solver state to go on from. Raises RequestError, with both values, when the request differs in what fixes the trajectory.
+
+    Args: the hashes of the checkpoint, as checkpoint/manifest.py makes them; the second stands in latents of early 0.1.0.
+    """
     cut = request.resume
     assert cut is not None and cut.solver is not None
+    made_by = checkpoint_hash if cut.checkpoint_hash == installation_hash else cut.checkpoint_hash
     state = cut.solver
     latent, audio = request.video_shape().latent(), request.video_shape().audio_latents()
     compared = (
@@ -88,7 +92,7 @@ def check_resume(request: SampleRequest, checkpoint_hash: str) -> SolverState:
         ("steps", state.num_inference_steps, request.num_inference_steps),
         ("shift", state.shift, request.shift),
         ("prompt hash", cut.prompt_hash, request.conditioning.prompt_hash),
-        ("checkpoint", cut.checkpoint_hash, checkpoint_hash),
+        ("checkpoint", made_by, checkpoint_hash),
     )
     for name, before, now in compared:
         if before != now:

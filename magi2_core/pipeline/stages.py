@@ -51,6 +51,7 @@ class Parts(Protocol):
 
     defaults: GenerationDefaults
     checkpoint_hash: str
+    installation_hash: str
     device: torch.device
     text_cache: MutableMapping[str, EncodedText]
     groups: Groups
@@ -113,7 +114,7 @@ def sample(parts: Parts, request: SampleRequest, hooks: StageHooks) -> Latents:
     """The preview stage. A cut run (stopped, or `stop_after`) gives latents with a solver state; stopping also raises Interrupted."""
     conditioning, shape = request.conditioning, request.video_shape()
     latent = shape.latent()
-    resumed = None if request.resume is None else check_resume(request, parts.checkpoint_hash)
+    resumed = None if request.resume is None else check_resume(request, parts.checkpoint_hash, parts.installation_hash)
     reference = _encode_reference(parts, request)
     stream = NoiseStream(request.seed, request.noise, parts.device)
     video = stream.draw(latent.size, request.initial_video, "video noise")

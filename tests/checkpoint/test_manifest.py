@@ -1,10 +1,19 @@
 """Checksums: written, checked, cancelled."""
 
 import json
+import shutil
 
 import pytest
 
-from magi2_core.checkpoint.manifest import MANIFEST_FILE, checkpoint_hash, read_manifest, verify_manifest, write_manifest
+from magi2_core.checkpoint.manifest import (
+    MANIFEST_FILE,
+    checkpoint_hash,
+    installation_hash,
+    is_made_by,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
 from magi2_core.errors import CheckpointError, Interrupted
 
 
@@ -77,3 +86,15 @@ def test_checkpoint_hash_names_the_weights(nano_copy, nano_folder):
     config = nano_copy / "preview" / "config.json"
     config.write_text(config.read_text().replace('"top_k": 2', '"top_k": 3'))
     assert checkpoint_hash(nano_copy) != checkpoint_hash(nano_folder)
+
+
+def test_checkpoint_hash_does_not_depend_on_what_sampling_does_not_use(nano_copy, nano_folder):
+    before = checkpoint_hash(nano_copy), installation_hash(nano_copy)
+    for name in ("refiner", "vae", "turbo_vae"):
+        shutil.rmtree(nano_copy / name)
+    assert checkpoint_hash(nano_copy) == before[0]
+    assert installation_hash(nano_copy) != before[1]
+    assert is_made_by(before[0], nano_copy) and not is_made_by(before[1], nano_copy)
+    assert is_made_by(before[1], nano_folder) and not is_made_by("0" * 16, nano_folder)
+    shutil.rmtree(nano_copy / "preview")
+    assert checkpoint_hash(nano_copy) == "" and is_made_by("0" * 16, nano_copy)

@@ -104,6 +104,20 @@ def test_sample_resume_refuses_another_trajectory(nano: Pipeline, conditioning: 
         nano.sample(small(replace(conditioning, prompt_hash="other"), resume=part))
 
 
+def test_sample_resume_wants_the_same_preview_transformer_only(
+    nano: Pipeline, finished: Latents, conditioning: Conditioning, nano_folder: Path, tmp_path: Path
+) -> None:
+    """Cut without a refiner and decoders, resumed with them; latents of early 0.1.0 name the whole installation."""
+    bare = tmp_path / "bare"
+    shutil.copytree(nano_folder, bare, ignore=shutil.ignore_patterns("refiner", "*vae", "stable-audio*"))
+    part = build_pipeline(bare, device="cpu").sample(small(conditioning, stop_after=2))
+    assert part.checkpoint_hash == nano.checkpoint_hash != nano.installation_hash
+    for made_by in (part.checkpoint_hash, nano.installation_hash):
+        assert nano.sample(small(conditioning, resume=replace(part, checkpoint_hash=made_by))).sha256() == finished.sha256()
+    with pytest.raises(RequestError, match="checkpoint was 0000000000000000"):
+        nano.sample(small(conditioning, resume=replace(part, checkpoint_hash="0" * 16)))
+
+
 def test_sample_deterministic_is_restored_and_equal(nano: Pipeline, finished: Latents, conditioning: Conditioning) -> None:
     inside: list[bool] = []
     hooks = StageHooks(progress=lambda event: inside.append(torch.are_deterministic_algorithms_enabled()))
