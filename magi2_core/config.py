@@ -46,6 +46,14 @@ def _pick(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return picked
 
 
+def _section(values: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """The object under `name`, empty when there is none."""
+    found = values.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{where}: {name} is {found!r}, expected an object.")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Multi-head mixture of experts: `num_heads` independent routers, each over `num_experts` experts of its own."""
@@ -286,6 +294,27 @@ class RefinerSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainedFor:
+    """What a small checkpoint knows; empty = everything. `sizes` as "112x64", `words` of prompts in lower case, `untrained` components."""
+
+    sizes: tuple[str, ...] = ()
+    seconds: tuple[float, ...] = ()
+    words: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "generation.json") -> "TrainedFor":
+        """Reads the "trained" section of generation.json."""
+        found = cls(**_pick(cls, values, where))
+        for name, kind in (("sizes", str), ("seconds", (int, float)), ("words", str), ("untrained", str)):
+            if not all(isinstance(entry, kind) for entry in getattr(found, name)):
+                raise CheckpointError(
+                    f"{where}: trained.{name} is {getattr(found, name)!r}, expected a list of {'numbers' if name == 'seconds' else 'texts'}."
+                )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
     """What a checkpoint asks for when the user says nothing; `generation.json` overrides the released values."""
 
@@ -302,6 +331,7 @@ class GenerationDefaults:
     use_negative_prompt: bool = True
     use_ref_for_uncond: bool = True
     refiner: RefinerSampling = RefinerSampling()
+    trained: TrainedFor = TrainedFor()
 
     @classmethod
     def from_folder(cls, folder: Path) -> "GenerationDefaults":
@@ -310,5 +340,10 @@ class GenerationDefaults:
         if not path.is_file():
             return cls()
         values = read_json(path)
-        defaults = cls(**_pick(cls, {key: value for key, value in values.items() if key != "refiner"}, str(path)))
-        return replace(defaults, refiner=RefinerSampling(**_pick(RefinerSampling, values.get("refiner") or {}, str(path))))
+        defaults = cls(**_pick(cls, {key: value for key, value in values.items() if key not in ("refiner", "trained")}, str(path)))
+        refiner, trained = (_section(values, name, str(path)) for name in ("refiner", "trained"))
+        return replace(
+            defaults,
+            refiner=RefinerSampling(**_pick(RefinerSampling, refiner, str(path))),
+            trained=TrainedFor.from_dict(trained, str(path)),
+        )

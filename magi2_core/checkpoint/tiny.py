@@ -334,4 +334,5 @@ def generation_values(seed: int) -> dict[str, Any]:
         "negative_prompt": "static noise, flickering",
         "default_prompt": "a random field of colours with a random sound",
         "refiner": {"num_inference_steps": 2},
+        "trained": {"untrained": ["preview", "refiner"]},
     }

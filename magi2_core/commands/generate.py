@@ -14,6 +14,7 @@ from pathlib import Path
 
 from magi2_core import env
 from magi2_core.checkpoint.manifest import is_made_by
+from magi2_core.config import GenerationDefaults
 from magi2_core.errors import EnhanceError, Interrupted, Magi2Error, OutputError
 from magi2_core.media import mux
 from magi2_core.media.image import encode_jpeg
@@ -21,6 +22,7 @@ from magi2_core.media.metadata import build_metadata
 from magi2_core.pipeline.hooks import StageHooks
 from magi2_core.request import Clip, Latents, save_latents
 from magi2_core.text.enhance import EnhanceSettings, enhance
+from magi2_core.trained import describe_untrained
 
 from . import fleet
 from .cancel import Cancel
@@ -46,6 +48,9 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.enhance:
         plan = _enhanced(plan, options)
+    beyond = describe_untrained(plan.checkpoint.name, GenerationDefaults.from_folder(plan.checkpoint.path), *plan.requests)
+    if beyond:
+        say(beyond)
     with _own_name(plan, options) as named:
         _run_stages(named, options)
     return 0

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,6 +71,12 @@ class Plan:
     refine: RefineRequest | None
     decode: DecodeRequest
     files: Files
+
+    @property
+    def requests(self) -> tuple[Any, ...]:
+        """Requests of the stages that this run goes through, in order."""
+        every = {"encode": self.encode, "preview": self.sample, "refine": self.refine, "decode": self.decode}
+        return tuple(every[name] for name in self.stages)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
