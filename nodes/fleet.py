@@ -59,9 +59,14 @@ def get_client(handle: ModelHandle) -> Any:
     return _pool().get(make_spec(handle))
 
 
+def is_warm(handle: ModelHandle) -> bool:
+    """Whether workers of this handle are known to run; starts nothing and looks for none."""
+    return _pool().is_warm(make_spec(handle))
+
+
 def make_room(handle: ModelHandle) -> bool:
-    """Before a fleet loads: ends other fleets on its devices and asks the host's own models out of VRAM, on the node's thread as the host
-    expects. False when the fleet is warm and nothing was to be done."""
+    """Before a fleet loads, and after connecting to it: ends other fleets on its devices and asks the host's own models out of VRAM, on the
+    node's thread as the host expects. False when the fleet is warm and nothing was to be done."""
     pool, spec = _pool(), make_spec(handle)
     if pool.is_warm(spec):
         return False

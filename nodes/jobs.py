@@ -17,6 +17,7 @@ import comfy.model_management as host
 
 from magi2_core.errors import BackendDiedError, Interrupted, Magi2Error
 from magi2_core.request import Latents, save_latents
+from magi2_core.trained import describe_untrained
 
 from . import fleet, folders
 from .feedback import Feedback
@@ -30,14 +31,28 @@ POLL_SECONDS = 0.1
 CANCEL_SECONDS = 10.0
 """How long a cancelled job may take to say so; the node then ends anyway, the backend finishes its step alone."""
 
+STARTING = "starting the MAGI-2 processes"
+CONNECTING = {"auto": STARTING, "keep": "looking for kept MAGI-2 processes", "attach": "connecting to the MAGI-2 processes"}
+"""Backend mode -> what is said while it is not known whether workers are up."""
+
 
 def run_job(model: ModelHandle, request: Any, feedback: Feedback) -> Any:
     """Sends `request` to the model's backend and returns its result. Raises the backend's error, or the host's interrupt."""
     request.validate()
-    if fleet.make_room(model):
-        feedback.say("starting the MAGI-2 processes")
-    client = wait_for(lambda: fleet.get_client(model))
-    job = client.submit(request)
+    beyond = describe_untrained(model.checkpoint.name, model.defaults, request)
+    if beyond:
+        log.warning("%s", beyond)
+    try:
+        result = _follow(_connect(model, feedback).submit(request), feedback)
+        if beyond:
+            feedback.say(beyond)  # the last line stays on the node
+        return result
+    finally:
+        feedback.clear()
+
+
+def _follow(job: Any, feedback: Feedback) -> Any:
+    """Shows the events of a job until its end; a job that is left before is cancelled."""
     finished = False
     try:
         while True:
@@ -60,7 +75,17 @@ def run_job(model: ModelHandle, request: Any, feedback: Feedback) -> Any:
     finally:
         if not finished:
             _cancel(job)
-        feedback.clear()
+
+
+def _connect(model: ModelHandle, feedback: Feedback) -> Any:
+    """The model's backend. It is connected before anything is said of starting: workers that outlived another ComfyUI, or are somebody
+    else's, may be up, and then nothing has to make room for them."""
+    if not fleet.is_warm(model):
+        feedback.say(CONNECTING[model.settings.mode])
+    client = wait_for(lambda: fleet.get_client(model))
+    if fleet.make_room(model):
+        feedback.say(STARTING)
+    return client
 
 
 def prepare_previews(model: ModelHandle) -> Previewer | None:

@@ -1,7 +1,7 @@
 """The head: owns the workers, holds the queue and finished results, and answers clients on a socket. CPU only; never joins RPC.
 
 One thread runs jobs, one accepts, two serve each client. In auto mode it ends when its parent ends; in keep mode it goes when it is
-idle and nobody is connected; `serve` runs one in the foreground. See README.md for the contract.
+released or idle and nobody is connected; `serve` runs one in the foreground. See README.md for the contract.
 """
 
 import argparse
@@ -55,6 +55,7 @@ class Head:
         self._lock = threading.Lock()
         self._ending = threading.Lock()
         self._release = threading.Event()
+        self._is_released = False
         self._idle_since = time.monotonic()
         self._metrics: list[dict[str, Any]] = []
         wanted = address or f"unix:{runtime.socket_path(folder, name)}"
@@ -203,6 +204,7 @@ class Head:
             job = self.book.take(IDLE_CHECK_SECONDS if not self._release.is_set() else 0)
             if self._release.is_set() and (job is None or not self.fleet.is_up):
                 self.fleet.stop()
+                self._is_released = True
                 self._release.clear()
             if job is None:
                 self._look_after_idle()
@@ -210,18 +212,19 @@ class Head:
             if self._release.is_set():
                 self.fleet.stop()
                 self._release.clear()
+            self._is_released = False
             self._run(job)
             self._idle_since = time.monotonic()
 
     def _look_after_idle(self) -> None:
         limit = self.spec.idle_minutes * 60
-        if not limit or time.monotonic() - self._idle_since < limit:
-            return
-        if self.fleet.is_up:
+        is_over = bool(limit) and time.monotonic() - self._idle_since >= limit
+        is_unwanted = self._is_released and not self.book.kept()  # nobody will come for weights or results
+        if self.fleet.is_up and is_over:
             log.info("idle for %g minutes: the workers are released", self.spec.idle_minutes)
             self.fleet.stop()
-        elif self.spec.mode == "keep" and not self._links:
-            self.end("idle, and no client is connected")
+        elif not self.fleet.is_up and self.spec.mode == "keep" and not self._links and (is_over or is_unwanted):
+            self.end("released or idle, and no client is connected")
 
     def _run(self, job: Job) -> None:
         self._tell_places()

@@ -168,6 +168,19 @@ def test_idle_fleet_is_released_and_a_kept_head_goes(tiny: Path, folder: Path, s
     assert runtime.wait_gone(pids[:1], 10)
 
 
+def test_released_kept_head_goes_with_its_last_client(tiny: Path, folder: Path, sample: Callable, helper) -> None:
+    client = BackendClient(BackendSpec(checkpoint=str(tiny), devices=("cpu",), mode="keep", idle_minutes=0), folder)
+    client.submit(sample(num_inference_steps=1)).result(120)
+    pids = helper.pids(client)
+    client.release()
+    time.sleep(1.5)  # the head looks twice a second whether it is still wanted
+    assert runtime.wait_gone(pids[1:], 5) and client.ping()
+    client.submit(sample(num_inference_steps=1)).result(120)
+    client.release()
+    client.close()
+    assert runtime.wait_gone(pids[:1], 5)
+
+
 def test_pool_gives_one_client_a_specification(tiny: Path, folder: Path, sample: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAGI2_RUNTIME_DIR", str(folder))
     spec = BackendSpec(checkpoint=str(tiny), devices=("cpu",))
