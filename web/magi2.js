@@ -1,5 +1,6 @@
-// Shows the running MAGI-2 job to a browser that did not queue it: after a page reload, and in a second browser.
-// The browser that queued the prompt sees the bar, the status line and the preview on the node itself; everything works without this file.
+// Two things the page does not do by itself: it shows the running MAGI-2 job to a browser that did not queue it (after a reload, and in
+// a second browser), and it writes what Save Latent and Status tell on the node. The browser that queued the prompt sees the bar, the
+// status line and the preview on the node itself; everything runs without this file.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
@@ -11,9 +12,10 @@ function show(text, share) {
     badge = document.createElement("div");
     badge.id = "magi2-progress";
     badge.setAttribute("role", "status");
+    // the middle of the lower edge: the corners hold the side bar and the canvas menu
     Object.assign(badge.style, {
-      position: "fixed", right: "16px", bottom: "16px", zIndex: "1000", padding: "6px 12px", borderRadius: "6px",
-      font: "13px sans-serif", color: "#fff", pointerEvents: "none",
+      position: "fixed", left: "50%", bottom: "16px", transform: "translateX(-50%)", zIndex: "1000", padding: "6px 12px",
+      borderRadius: "6px", font: "13px sans-serif", color: "#fff", pointerEvents: "none", whiteSpace: "nowrap",
     });
     document.body.append(badge);
   }
@@ -35,18 +37,56 @@ function update(job) {
   }
 }
 
+async function refresh() {
+  try {
+    const answer = await api.fetchApi("/magi2/status");
+    update(answer.ok ? (await answer.json()).job : null);
+  } catch {
+    hide(); // a server that is gone, or has no such route
+  }
+}
+
+const RESULT = "magi2_result";
+const TELLING = {
+  Magi2SaveLatent: (output) => output?.latents?.map((file) => [file.subfolder, file.filename].filter(Boolean).join("/")),
+  Magi2Status: (output) => output?.text,
+};
+
+/** Text on the node, in a field that is neither saved nor sent. */
+function write(node, lines) {
+  let widget = node.widgets?.find((item) => item.name === RESULT);
+  if (!widget) {
+    widget = app.widgets.STRING(node, RESULT, ["STRING", { multiline: true }], app).widget;
+    widget.label = " ";
+    widget.serialize = false;
+    Object.assign(widget.options, { serialize: false, read_only: true });
+    if (widget.element) widget.element.readOnly = true;
+    const [width, height] = node.computeSize();
+    const wide = Math.max(node.size[0], width, lines.length > 1 ? 460 : 0);
+    const rows = lines.reduce((sum, line) => sum + Math.ceil(line.length / (wide / 8)), 0);
+    node.setSize([wide, Math.max(node.size[1], height + 18 * Math.min(Math.max(0, rows - 2), 25))]);
+  }
+  widget.value = lines.join("\n");
+  app.graph.setDirtyCanvas(true, true);
+}
+
 app.registerExtension({
   name: "magi2.progress",
+  beforeRegisterNodeDef(nodeType, nodeData) {
+    const tell = TELLING[nodeData.name];
+    if (!tell) return;
+    const before = nodeType.prototype.onExecuted;
+    nodeType.prototype.onExecuted = function (output) {
+      before?.apply(this, arguments);
+      const lines = tell(output)?.flatMap((text) => String(text).split("\n"));
+      if (lines?.length && app.widgets?.STRING) write(this, lines);
+    };
+  },
   async setup() {
     api.addEventListener("execution_start", (event) => ownPrompts.add(event.detail.prompt_id));
     api.addEventListener("magi2.progress", (event) => update(event.detail));
-    try {
-      const answer = await api.fetchApi("/magi2/status");
-      if (answer.ok) {
-        update((await answer.json()).job);
-      }
-    } catch {
-      // a server without the route: nothing is shown
-    }
+    api.addEventListener("reconnecting", hide);
+    api.addEventListener("reconnected", refresh);
+    await refresh();
   },
 });
