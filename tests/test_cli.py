@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from magi2_core import cli
+from magi2_core.commands import doctor
 from magi2_core.commands.progress import ProgressBar, clock_text, describe
 from magi2_core.media.reading import probe
 from magi2_core.request import Progress, load_latents
@@ -161,6 +162,27 @@ def test_doctor_complete_checkpoint(capsys: pytest.CaptureFixture[str], monkeypa
     assert "ready" in text.splitlines()[-1]
     for word in ("torch", "transformers", "devices", "kernels", "attention", "hf download", "nano"):
         assert word in text
+
+
+def test_doctor_packages_say_what_is_wrong_and_the_line_that_mends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "magi2_broken_module.py").write_text("raise OSError('libmissing.so: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = next(package for package in doctor.PACKAGES if package.module == "av")
+    monkeypatch.setattr("av.codecs_available", {"aac"})
+    wrong = (
+        doctor.Package(module="magi2_no_such_module", pip="no-such", purpose="testing", lowest=(1, 2)),
+        doctor.Package(module="magi2_broken_module", pip="broken", purpose="testing"),
+        package,
+    )
+    monkeypatch.setattr(doctor, "PACKAGES", (doctor.PACKAGES[0], *wrong))
+    assert cli.main(["doctor", "--checkpoint", "nano"]) == 1
+    text = capsys.readouterr().out
+    assert 'MISSING  no-such (testing): pip install --upgrade "no-such>=1.2"' in text
+    assert "broken (testing), cannot be imported (OSError: libmissing.so: cannot open)" in text
+    assert "(writing mp4): its build has no libx264" in text
+    assert f'{sys.executable} -m pip install --upgrade "no-such>=1.2" broken av' in text
 
 
 def test_doctor_missing_component(tmp_path: Path, nano_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,10 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from magi2_core import __version__, device, env
 from magi2_core.checkpoint import catalog
@@ -22,13 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package the pack uses: `module` is its import name, `pip` its name on the index, `lowest` the oldest version that works."""
+    """A package the pack uses: `module` is its import name, `pip` its name on the index, `lowest` the oldest version that works.
+
+    `look` says what the imported module has, after a "!" what it should have and lacks.
+    """
 
     module: str
     pip: str
     purpose: str
     needed: bool = True
     lowest: tuple[int, ...] = ()
+    look: Callable[[Any], str] | None = None
+
+    @property
+    def wanted(self) -> str:
+        """What pip is told."""
+        return f'"{self.pip}>={".".join(map(str, self.lowest))}"' if self.lowest else self.pip
+
+
+def _look_at_transformers(module: Any) -> str:
+    return "Qwen3.5 text model" if hasattr(module, "Qwen3_5TextModel") else "!it has no Qwen3_5TextModel"
+
+
+def _look_at_av(module: Any) -> str:
+    lacking = [name for name in ("libx264", "aac") if name not in module.codecs_available]
+    return f"!its build has no {' and no '.join(lacking)}" if lacking else "H.264 and AAC inside, no ffmpeg program is needed"
 
 
 PACKAGES = (
@@ -36,8 +55,8 @@ PACKAGES = (
     Package(module="numpy", pip="numpy", purpose="pictures and sound"),
     Package(module="safetensors", pip="safetensors", purpose="checkpoints and latents"),
     Package(module="einops", pip="einops", purpose="the models"),
-    Package(module="transformers", pip="transformers", purpose="the text encoder", lowest=(5, 5)),
-    Package(module="av", pip="av", purpose="writing mp4"),
+    Package(module="transformers", pip="transformers", purpose="the text encoder", lowest=(5, 5), look=_look_at_transformers),
+    Package(module="av", pip="av", purpose="writing mp4", look=_look_at_av),
     Package(module="PIL", pip="Pillow", purpose="reading pictures"),
     Package(module="soundfile", pip="soundfile", purpose="writing wav"),
     Package(module="triton", pip="triton", purpose="fast kernels on a GPU", needed=False),
@@ -64,6 +83,7 @@ class Findings:
 
     def __init__(self) -> None:
         self.missing: list[str] = []
+        self.to_install: list[str] = []
 
     def line(self, text: str = "") -> None:
         """One line on stdout."""
@@ -84,6 +104,10 @@ def run(options: argparse.Namespace) -> int:
     findings.line("\npackages")
     with leaving():
         has_torch = all([_check_package(findings, package) for package in PACKAGES][:1])
+    if env.worker_python() != env.own_python():
+        findings.line(
+            f"  the processes of a fleet run in another Python (MAGI2_PYTHON), see what it has: {env.worker_python()} -m magi2_core doctor"
+        )
     if has_torch:
         findings.line("\ndevices")
         _check_devices(findings)
@@ -94,16 +118,14 @@ def run(options: argparse.Namespace) -> int:
         for checkpoint in catalog.find_checkpoints():
             findings.line(f"  {checkpoint.name}: {', '.join(checkpoint.components)} in {checkpoint.path} (not opened: torch is missing)")
     findings.line()
+    if findings.to_install:
+        findings.line(f"install what is missing: {env.own_python()} -m pip install --upgrade {' '.join(findings.to_install)}")
     findings.line("ready" if not findings.missing else f"not ready: {'; '.join(findings.missing)}")
     return int(bool(findings.missing))
 
 
-def _version(package: Package) -> str | None:
-    """Installed version, None when the package cannot be imported."""
-    try:
-        importlib.import_module(package.module)
-    except Exception:
-        return None
+def _version(package: Package) -> str:
+    """Installed version; "unknown version" of a module that does not say."""
     try:
         return importlib.metadata.version(package.pip)
     except importlib.metadata.PackageNotFoundError:
@@ -111,20 +133,32 @@ def _version(package: Package) -> str | None:
 
 
 def _check_package(findings: Findings, package: Package) -> bool:
+    """One line about a package; whether it can be used."""
+    try:
+        module = importlib.import_module(package.module)
+    except Exception as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == package.module
+        reason = "" if is_absent else f", cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+        if package.needed:
+            _fail_package(findings, package, f"{package.pip} ({package.purpose}){reason}")
+        else:
+            findings.line(f"  absent   {package.pip} (optional: {package.purpose}; pip install {package.wanted}){reason}")
+        return False
     version = _version(package)
-    lowest = ".".join(map(str, package.lowest))
-    wanted = f'"{package.pip}>={lowest}"' if lowest else package.pip
-    if version is None and not package.needed:
-        findings.line(f"  absent   {package.pip} (optional: {package.purpose}; pip install {wanted})")
-        return False
-    if version is None:
-        findings.fail(f"{package.pip} ({package.purpose})", f"pip install {wanted}")
-        return False
     if package.lowest and _numbers(version) < package.lowest:
-        findings.fail(f"{package.pip} {version} is too old ({package.purpose})", f"pip install --upgrade {wanted}")
+        _fail_package(findings, package, f"{package.pip} {version} is too old ({package.purpose})")
         return False
-    findings.line(f"  ok       {package.pip} {version}")
+    note = "" if package.look is None else package.look(module)
+    if note.startswith("!"):
+        _fail_package(findings, package, f"{package.pip} {version} cannot serve ({package.purpose}): {note[1:]}")
+        return False
+    findings.line(f"  ok       {package.pip} {version}{f' ({note})' if note else ''}")
     return True
+
+
+def _fail_package(findings: Findings, package: Package, text: str) -> None:
+    findings.fail(text, f"pip install --upgrade {package.wanted}")
+    findings.to_install.append(package.wanted)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -144,6 +178,10 @@ def _check_devices(findings: Findings) -> None:
             f"  {found.kind if found.kind == 'cpu' else f'{found.kind}:{found.index}'}  {found.name} ({found.architecture}){memory}"
         )
     chosen = device.resolve("auto")
+    if chosen.type == "cpu":
+        findings.line(
+            "  no GPU that this torch can use: the nano runs on the CPU, the released model needs GPUs (README.md says how much memory)"
+        )
     findings.line(f"  used by default: {chosen}, {str(device.default_dtype(chosen)).removeprefix('torch.')}")
     _describe_kernels(findings, chosen)
 
