@@ -64,7 +64,7 @@ function write(node, lines) {
     const [width, height] = node.computeSize();
     const wide = Math.max(node.size[0], width, lines.length > 1 ? 460 : 0);
     const rows = lines.reduce((sum, line) => sum + Math.ceil(line.length / (wide / 8)), 0);
-    node.setSize([wide, Math.max(node.size[1], height + 18 * Math.min(Math.max(0, rows - 2), 25))]);
+    node.setSize([wide, Math.max(node.size[1], height + 18 * Math.min(rows > 2 ? rows : 0, 25))]);
   }
   widget.value = lines.join("\n");
   app.graph.setDirtyCanvas(true, true);
