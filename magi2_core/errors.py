@@ -78,3 +78,9 @@ class Interrupted(Magi2Error):
     """The job was cancelled at a step, shard or window boundary."""
 
     exit_code = 130
+
+
+def error_type(name: str) -> type[Magi2Error] | None:
+    """The pack's error of that name, for one that crossed a process border; None when it is no error of the pack."""
+    kind = globals().get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, Magi2Error) else None

@@ -17,7 +17,7 @@ from typing import Any
 
 import magi2_core
 from magi2_core import env
-from magi2_core.errors import BackendDiedError, Magi2Error, RequestError
+from magi2_core.errors import BackendDiedError, Magi2Error, RequestError, error_type
 
 from . import launcher, messages, runtime
 from .bodies import LARGE, FileSink
@@ -345,7 +345,7 @@ class BackendClient:
 
 def rebuild_error(header: dict[str, Any]) -> Magi2Error:
     """The error of an `error` frame, of its own type where it is one of the pack's."""
-    kind = launcher.error_type(header["error"])
+    kind = error_type(header["error"])
     error = BackendDiedError(f"{header['error']}: {header['text']}") if kind is None else kind(header["text"])
     error.details = header["details"]
     return error

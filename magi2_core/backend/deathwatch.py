@@ -33,7 +33,7 @@ def watch_parent(on_death: Callable[[str], None], *, read_input: bool = True, de
 
     if read_input:
         threading.Thread(target=_read_to_end, args=(gone,), name="magi2-stdin", daemon=True).start()
-    if hasattr(os, "getppid") and sys.platform != "win32":
+    if sys.platform != "win32":
         threading.Thread(target=_poll_parent, args=(parent, gone), name="magi2-parent", daemon=True).start()
     _ask_for_signal(death_signal)
     if sys.platform != "win32" and os.getppid() != parent:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from . import deathwatch, rpc
 
-log_names = ("run", "cancel", "rejoin", "report")
+CALLS = ("run", "cancel", "rejoin")
 """Functions of the service that the head may call."""
 
 
@@ -44,7 +44,7 @@ def deliver(text: str) -> None:
 def _call(command: dict[str, Any]) -> None:
     """Calls one function of the service on some ranks; each answer is a line of its own."""
     name = command["call"]
-    assert name in log_names, name
+    assert name in CALLS, name
     for rank in command["ranks"]:
         _call_rank(int(command["number"]), rank, name, json.dumps(command["arguments"]))
 

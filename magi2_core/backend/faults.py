@@ -1,7 +1,8 @@
 """Faults on purpose, for the tests of this pack only: reached through MAGI2_TEST_FAULTS, which names a file; without it nothing here runs.
 
-The file holds JSON: a list of {"kind", "rank", "stage", "step"}. A fault fires once: the rank that meets it appends to `FILE.fired`.
-Kinds: kill, stop (SIGSTOP), hang, raise, oom, refuse (a RequestError), mismatch (another request hash), full (no room for frames).
+The file holds JSON: a list of {"kind", "rank", "stage", "step"}. A fault fires once: the rank that meets it makes `FILE.fired.N.TAG`,
+N its place in the list. Kinds: kill, stop (SIGSTOP), hang, stall (half a second), raise, oom, refuse (a RequestError), mismatch (another
+request hash), full (no room for frames).
 """
 
 import json

@@ -57,6 +57,8 @@ class Fleet:
         self._driver: Child | None = None
         self._events: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._numbers = 0
+        self._starts: dict[str, int] = {}
+        """Worker -> length of its log when it was started: an error before that is an older one's."""
         self._place: dict[str, Any] = {"stage": "start", "step": 0}
         self._send_lock = threading.Lock()
 
@@ -98,7 +100,7 @@ class Fleet:
     def _spawn(self, layout: Any, folder: Path) -> None:
         network = rpc.variables()
         self._place = {"stage": "start", "step": 0}
-        self._starts: dict[str, int] = {}
+        self._starts = {}
         for rank, device in enumerate(self.devices):
             path = self._log(rank)
             own = device if device.startswith("cpu") else f"{device.partition(':')[0]}:0"
@@ -258,7 +260,7 @@ class Fleet:
                 waiting.discard(happened[1]["rank"])
 
     def _error(self, answer: dict[str, Any], rank: int) -> Magi2Error:
-        kind = launcher.error_type(answer["error"])
+        kind = errors.error_type(answer["error"])
         where = f"rank {rank}, stage {answer['stage']}, step {answer['step']}"
         if kind is None:
             made: Magi2Error = BackendDiedError(f"{where}: {answer['error']}: {answer['text']}\n{self._tail_text(rank)}")

@@ -88,7 +88,7 @@ class Head:
                 sock, _ = self._server.accept()
             except OSError:
                 return
-            Link(self, Connection(sock), is_local=self.is_local)
+            Link(self, Connection(sock))
 
     def joined(self, link: Link) -> None:
         """A client has said hello."""
@@ -96,7 +96,7 @@ class Head:
             self._links.add(link)
 
     def left(self, link: Link) -> None:
-        """A client is gone: nobody waits for its jobs, except for one of its name that may come back for results."""
+        """A client is gone: its unfinished jobs are cancelled; finished results stay, another connection may fetch them."""
         with self._lock:
             known = link in self._links
             self._links.discard(link)
@@ -319,7 +319,7 @@ def run_head(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: threading.Thread(target=head.end, args=("a signal",), daemon=True).start())
     if spec.mode == "auto":
-        deathwatch.watch_parent(lambda reason: head.end(reason), death_signal=signal.SIGTERM)
+        deathwatch.watch_parent(head.end, death_signal=signal.SIGTERM)
     threading.Thread(target=head.accept, name="magi2-accept", daemon=True).start()
     head.publish()
     log.info("head %s (pid %d) listens at %s", name, os.getpid(), head.address)

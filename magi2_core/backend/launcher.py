@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from magi2_core import env, errors, packages
-from magi2_core.errors import BackendDiedError, DependencyError, Magi2Error, RequestError
+from magi2_core import env, packages
+from magi2_core.errors import BackendDiedError, DependencyError, RequestError, error_type
 
 from . import runtime
 from .spec import BackendSpec
@@ -174,12 +174,6 @@ def head_failure(log: Path, start: int, what: str) -> Exception:
         if kind is not None:
             return kind(found[-1][1])
     return BackendDiedError(f"{what}. Its log ({log}) ends with:\n{runtime.log_tail(log)}")
-
-
-def error_type(name: str) -> type[Magi2Error] | None:
-    """The pack's error of that name; None when it is no error of the pack."""
-    kind = getattr(errors, name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, Magi2Error) else None
 
 
 def device_variables(device: str) -> dict[str, str]:

@@ -32,10 +32,8 @@ MAX_REQUEST = 2 << 30
 class Link:
     """A client as the head sees it."""
 
-    def __init__(self, head: "Head", connection: Connection, *, is_local: bool) -> None:
-        self.name = ""
+    def __init__(self, head: "Head", connection: Connection) -> None:
         self.id = uuid.uuid4().hex
-        self.is_local = is_local
         self._head, self._connection = head, connection
         self._outbox: Outbox | None = None
         threading.Thread(target=self._serve, name="magi2-link", daemon=True).start()
@@ -75,7 +73,7 @@ class Link:
         if problem:
             self._connection.send({"kind": "refused", "error": "RequestError", "text": problem})
             return False
-        self.name = hello["client"][:80]
+        log.info("%s is connected", hello["client"][:80])
         self._outbox = Outbox(self._connection)
         welcome = {"version": magi2_core.__version__, "protocol": runtime.PROTOCOL, "pid": os.getpid()}
         self.send(Letter(header={"kind": "welcome", **welcome, "key": self._head.name, "folder": str(self._head.work)}))

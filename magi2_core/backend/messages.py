@@ -4,6 +4,7 @@ What comes from a socket is built only from the dataclasses of `request.WIRE_TYP
 before anybody uses it, so a malformed message cannot reach a worker.
 """
 
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -126,7 +127,7 @@ def _check(value: Any, wanted: Any, where: str) -> None:
         _need(len(kinds) == len(value), value, wanted, where)
         for number, (item, kind) in enumerate(zip(value, kinds, strict=True)):
             _check(item, kind, f"{where}[{number}]")
-    elif origin in (dict, Mapping, list):
+    elif origin in (dict, Mapping):
         _need(isinstance(value, dict), value, wanted, where)
         for key, item in value.items():
             _check(item, inner[1], f"{where}[{key!r}]")
@@ -158,9 +159,6 @@ def _need(fits: bool, value: Any, wanted: Any, where: str) -> None:
 
 def map_frames(path: Path, shape: list[int]) -> Tensor:
     """The frames uint8 [T, H, W, 3] of a mapped file, whose name is removed at once: the memory goes with the tensor."""
-    size = 1
-    for side in shape:
-        size *= side
-    frames = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8).view(*shape)
+    frames = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=torch.uint8).view(*shape)
     path.unlink()
     return frames

@@ -3,32 +3,11 @@
 import atexit
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from magi2_core.errors import Magi2Error
 
 from .spec import BackendSpec
-
-
-class Client(Protocol):
-    """What the pool needs of a client."""
-
-    is_connected: Any
-
-    def connect(self) -> None:
-        """Starts or finds the head."""
-
-    def is_warm(self) -> bool:
-        """Whether workers run."""
-
-    def release(self) -> None:
-        """Ends the workers."""
-
-    def status(self) -> dict[str, Any]:
-        """State of the head."""
-
-    def close(self) -> None:
-        """Leaves the head."""
 
 
 class Pool:

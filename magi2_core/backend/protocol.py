@@ -24,7 +24,6 @@ MAX_BODY = 4 << 30
 """Largest body: the frames of a 1080p clip take 1.6 GB, refined latents 99 MB."""
 
 CHUNK = 1 << 20
-TOKEN_BYTES = 32
 
 MESSAGE, TEXT, WHOLE, DATA = (dict,), (str,), (int,), (dict, list, str, int, float, bool, type(None))
 KINDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -237,11 +236,10 @@ def listen(address: str) -> tuple[socket.socket, str]:
     scheme, place = parse_address(address)
     if scheme == "unix":
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)
     else:
         server = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET, socket.SOCK_STREAM)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        before = os.umask(0o177)
+    before = os.umask(0o177)
     try:
         server.bind(place)
         server.listen(64)

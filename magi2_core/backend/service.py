@@ -9,7 +9,6 @@ import gc
 import json
 import logging
 import queue
-import resource
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from magi2_core.parallel.collectives import check_same
 from magi2_core.parallel.groups import Groups
 from magi2_core.pipeline.build import Pipeline
 from magi2_core.pipeline.hooks import StageHooks
-from magi2_core.request import Clip, Latents, Progress
+from magi2_core.request import Latents, Progress
 
 from . import faults, messages
 from .files import DecodeToFileRequest
@@ -84,16 +83,6 @@ class Service:
             return {}
 
         return self.on_main_thread(task)
-
-    def report(self) -> dict[str, Any]:
-        """Memory of this rank, and where it is."""
-        position = self._watchdog.position
-        return {
-            "memory_bytes": memory_bytes(),
-            "peak_bytes": devices.peak_bytes(self.pipeline.device),
-            "stage": position.stage if position else "",
-            "step": position.step if position else 0,
-        }
 
     def _guarded(self, number: int, header: dict[str, Any], body: Path | None) -> dict[str, Any]:
         self._note(Position(stage="start"))
@@ -184,13 +173,7 @@ class Service:
 
     def _leave_groups(self) -> None:
         """Closes this rank's process groups, so that no rank waits for this one."""
-        for group in all_groups(self.groups):
-            object.__setattr__(group, "handle", None)
-        if self.groups.config.world > 1:
-            import torch.distributed as dist
-
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        self.groups.close()
         gc.collect()
         devices.empty_cache(self.pipeline.device)
 
@@ -217,20 +200,10 @@ class StepMarks:
         return {"step_seconds": [round(seconds, 6) for seconds in self._steps], "load_seconds": self._load}
 
 
-def all_groups(groups: Groups) -> list[Any]:
-    """Every axis; the seams hold these objects, whatever process group is behind them."""
-    return [groups.world, groups.context, groups.expert, groups.cfg, groups.refiner]
-
-
-def adopt_handles(groups: Groups, fresh: Groups) -> None:
-    """Gives the axes that the seams hold the process groups of `fresh`, which has the same layout."""
-    for old, new in zip(all_groups(groups), all_groups(fresh), strict=True):
-        assert old.ranks == new.ranks
-        object.__setattr__(old, "handle", new.handle)
-
-
 def memory_bytes() -> int:
     """Highest resident memory of this process."""
+    import resource  # Windows has none, and everything must import there
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -261,7 +234,7 @@ def install(service: Service) -> None:
 
 
 def call(name: str, arguments: str) -> str:
-    """Called by the driver over RPC: one of run, cancel, rejoin, report with JSON arguments; the answer is JSON."""
+    """Called by the driver over RPC: one of run, cancel, rejoin with JSON arguments; the answer is JSON."""
     _installed.ready.wait()
     service = _installed.service
     assert service is not None
@@ -269,9 +242,5 @@ def call(name: str, arguments: str) -> str:
         "run": service.run,
         "cancel": service.cancel,
         "rejoin": service.rejoin,
-        "report": service.report,
     }
     return json.dumps(functions[name](**json.loads(arguments)))
-
-
-__all__ = ["Clip", "Service", "adopt_handles", "call", "install"]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from magi2_core.errors import RequestError
@@ -81,7 +81,3 @@ class BackendSpec:
         spec = cls(**values)
         spec.validate()
         return spec
-
-    def with_mode(self, mode: str) -> "BackendSpec":
-        """The same fleet, reached another way."""
-        return replace(self, mode=mode)

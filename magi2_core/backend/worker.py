@@ -57,7 +57,7 @@ def _serve(options: argparse.Namespace) -> None:
     pipeline = make_pipeline(spec, options.device, groups)
 
     def rejoin(tag: str) -> None:
-        service.adopt_handles(groups, create_groups(layout, rank, options.device, generation / f"groups-{tag}"))
+        groups.adopt(create_groups(layout, rank, options.device, generation / f"groups-{tag}"))
 
     own = service.Service(pipeline, groups, folder=Path(options.folder), step_seconds=spec.step_seconds, rejoin=rejoin)
     own.video_mode = 0o666 & ~options.umask

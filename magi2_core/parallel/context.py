@@ -5,7 +5,7 @@ result back after the sink correction. Token counts may differ by one: sizes are
 Facts: spec preview.md 7.2, components.md 1. Legend: S tokens here, T of all ranks, H heads, Dh head width, P ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -120,7 +120,3 @@ class SharedRefiner:
         else:
             rows = torch.empty(total, self.config.out_channels, device=sequence.coords.device)
         return rows if group.size == self.groups.world.size else broadcast(rows, self.groups.world)
-
-
-HeadCounts = Callable[[], Sequence[int]]
-"""Tokens of every rank of a group, for the forward under way."""

@@ -5,11 +5,16 @@ here, and no routing table crosses ranks. The degree is its own: 12 heads on 8 c
 instead of one of 8 padded to 16. Facts: spec preview.md 7.3. Legend: S tokens here, T of the group, G MoE heads, d head width, P ranks.
 """
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from .collectives import all_to_all
-from .context import HeadCounts, TokenShare
+from .context import TokenShare
 from .groups import Group, Groups
+
+HeadCounts = Callable[[], Sequence[int]]
+"""Tokens of every rank of a group, for the forward under way."""
 
 
 class HeadDispatcher:

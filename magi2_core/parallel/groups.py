@@ -8,7 +8,7 @@ group: every parallel function runs, and is tested, with it. Rules: spec preview
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -110,13 +110,9 @@ def plan_layout(device_count: int, preview: PreviewConfig, *, choice: str = "aut
     else:
         config = _chosen(choice, device_count, preview)
     if refiner is not None:
-        config = _replace(config, refiner=refiner_ranks(refiner, config.world))
+        config = replace(config, refiner=refiner_ranks(refiner, config.world))
     config.validate(preview, refiner)
     return config
-
-
-def _replace(config: ParallelConfig, **changes: Any) -> ParallelConfig:
-    return ParallelConfig(**{name: getattr(config, name) for name in config.__dataclass_fields__} | changes)
 
 
 def _expert_degree(context: int, preview: PreviewConfig) -> int:
@@ -136,7 +132,7 @@ def _automatic(device_count: int, preview: PreviewConfig) -> ParallelConfig:
         why += ", each guidance branch on a group of its own"
     if world < device_count:
         why += f"; {heads} heads cannot be split evenly over more, {device_count - world} stay unused"
-    return _replace(config, reason=why + ".")
+    return replace(config, reason=why + ".")
 
 
 def _chosen(choice: str, device_count: int, preview: PreviewConfig) -> ParallelConfig:
@@ -290,9 +286,23 @@ class Groups:
             traffic=traffic,
         )
 
+    @property
+    def axes(self) -> tuple[Group, ...]:
+        """Every axis. The seams hold these objects, whatever process group is behind them."""
+        return self.world, self.context, self.expert, self.cfg, self.refiner
+
+    def adopt(self, fresh: "Groups") -> None:
+        """Puts the process groups of `fresh`, which has the same layout, behind the axes of this one."""
+        for old, new in zip(self.axes, fresh.axes, strict=True):
+            assert old.ranks == new.ranks
+            object.__setattr__(old, "handle", new.handle)
+
     def close(self) -> None:
-        """Leaves the fleet; the process groups of every layout end."""
-        if self.world.handle is None:
+        """Leaves the fleet: the process groups of every layout end, their sockets close. Does nothing on one rank, or when it was done."""
+        may_be_joined = self.config.world > 1 or self.world.is_real  # a join that failed half-way has left no handle
+        for group in self.axes:
+            object.__setattr__(group, "handle", None)
+        if not may_be_joined:
             return
         import torch.distributed as dist
 

@@ -26,9 +26,9 @@ class ExchangedVelocity:
         mine = [own.video_cond, own.audio_cond] if self.branch == "cond" else [own.video_uncond, own.audio_uncond]
         found_video, found_audio = (part for part in mine if part is not None)
         row = torch.cat([found_video.flatten(), found_audio.flatten()])[None]
-        cond, uncond = gather_rows(row, self.group, [1, 1]).split_with_sizes([1, 1])
+        both = gather_rows(row, self.group, [1, 1])
         split = [found_video.numel(), found_audio.numel()]
-        (video_cond, audio_cond), (video_uncond, audio_uncond) = (part[0].split(split) for part in (cond, uncond))
+        (video_cond, audio_cond), (video_uncond, audio_uncond) = (part.split(split) for part in both)
         return replace(
             own,
             video_cond=video_cond.view_as(found_video),

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from magi2_core import errors
-from magi2_core.errors import Magi2Error
+from magi2_core.errors import error_type
 
 from .collectives import agree_to_stop, broadcast_tensors, broadcast_text
 from .groups import Groups
@@ -55,7 +54,5 @@ class Lockstep:
 def _rebuilt(said: str) -> Exception:
     """The first rank's error: of the same class when it is the pack's, else a RuntimeError with its words."""
     name, _, message = said.partition(":")
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, Magi2Error):
-        return kind(message)
-    return RuntimeError(f"rank 0: {name}: {message}")
+    kind = error_type(name)
+    return RuntimeError(f"rank 0: {name}: {message}") if kind is None else kind(message)
