@@ -7,8 +7,10 @@ from torch import Tensor
 from ..common.segments import ModalitySegments
 
 
-def grouped_linear(x: Tensor, weight: Tensor, segments: ModalitySegments | None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, segments: ModalitySegments | None, onto: Tensor | None) -> Tensor:
     """Each run of one modality is a view of `x` and writes a view of the result."""
+    if onto is not None:
+        return onto.add_(grouped_linear(x, weight, segments, None))
     if segments is None:
         return F.linear(x, weight)
     blocks = weight.view(segments.num_modalities, -1, x.shape[1])

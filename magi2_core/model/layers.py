@@ -34,6 +34,6 @@ class GroupedLinear(nn.Module):
         self.blocks = blocks
         self.weight = frozen(blocks * out_features, in_features, dtype=dtype)
 
-    def forward(self, x: Tensor, segments: ModalitySegments) -> Tensor:
-        """[S, in] to [S, out]."""
-        return grouped_linear(x, self.weight, segments if self.blocks > 1 else None)
+    def forward(self, x: Tensor, segments: ModalitySegments, onto: Tensor | None = None) -> Tensor:
+        """[S, in] to [S, out]; with `onto` [S, out] added to it in place."""
+        return grouped_linear(x, self.weight, segments if self.blocks > 1 else None, onto=onto)

@@ -149,19 +149,19 @@ class MoEMLP(nn.Module):
         self.modality_specific_shared_expert_fc1 = GroupedLinear(hidden, 2 * specific, NUM_MODALITIES, dtype=dtype)
         self.modality_specific_shared_expert_fc2 = GroupedLinear(specific, hidden, NUM_MODALITIES, dtype=dtype)
 
-    def routed(self, normed: Tensor, tokens: TokenContext) -> Tensor:
-        """What the routed experts add, [S, C]."""
+    def routed(self, normed: Tensor, tokens: TokenContext, onto: Tensor) -> Tensor:
+        """`onto` [S, C] with what the routed experts add, in place."""
         heads = self.split_linear(normed, tokens.segments).unflatten(1, (self.num_heads, -1))
-        return self.merge_linear(self.moe_mlp(heads).flatten(1), tokens.segments)
+        return self.merge_linear(self.moe_mlp(heads).flatten(1), tokens.segments, onto)
 
     def shared(self, normed: Tensor, tokens: TokenContext) -> Tensor:
         """What the common expert and the modality's own expert add, [S, C]."""
         segments = tokens.segments
         common = self.shared_expert_fc2(swiglu7(self.shared_expert_fc1(normed, segments)), segments)
         own = swiglu7(self.modality_specific_shared_expert_fc1(normed, segments))
-        return common + self.modality_specific_shared_expert_fc2(own, segments)
+        return self.modality_specific_shared_expert_fc2(own, segments, common)
 
     def forward(self, x: Tensor, tokens: TokenContext, *, is_normed: bool = False) -> Tensor:
         """[S, C] to [S, C]; `is_normed` when x went through `pre_norm` already."""
         normed = x if is_normed else self.pre_norm(x, tokens.segments)
-        return self.routed(normed, tokens) + self.shared(normed, tokens)
+        return self.routed(normed, tokens, self.shared(normed, tokens))

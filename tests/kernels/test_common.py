@@ -87,5 +87,7 @@ def test_ops_refuse_misfitting_arguments() -> None:
         grouped_linear(torch.zeros(4, 2), torch.zeros(4, 2), segments)
     with pytest.raises(ValueError, match="width and type"):
         grouped_linear(torch.zeros(4, 2), torch.zeros(6, 2, dtype=torch.bfloat16), segments)
+    with pytest.raises(ValueError, match=r"onto is torch.float32 \(4, 3\), expected torch.float32 \(4, 2\)"):
+        grouped_linear(torch.zeros(4, 2), torch.zeros(6, 2), segments, onto=torch.zeros(4, 3))
     with pytest.raises(ValueError, match="even number"):
         swiglu7(torch.zeros(3, 5))

@@ -79,11 +79,17 @@ def test_grouped_linear_every_token_uses_its_block(runs: tuple) -> None:
     x, weight = rand(S, 11), rand(3 * 7, 11, seed=4)
     want = torch.stack([weight.view(3, 7, 11)[m].double() @ x[row].double() for row, m in enumerate(segments.ids.tolist())])
     torch.testing.assert_close(grouped_linear(x, weight, segments).double(), want, rtol=1e-5, atol=1e-5)
+    onto = rand(S, 7, seed=6)
+    wanted = onto.double() + want
+    found = grouped_linear(x, weight, segments, onto=onto)
+    assert found is onto or found.data_ptr() == onto.data_ptr()
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_grouped_linear_single_block_and_no_rows() -> None:
     x, weight = rand(S, 11), rand(7, 11, seed=5)
     torch.testing.assert_close(grouped_linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(grouped_linear(x, weight, onto=torch.ones(S, 7)), x @ weight.T + 1)
     assert grouped_linear(x[:0], rand(21, 11), ModalitySegments.build(())).shape == (0, 7)
 
 
