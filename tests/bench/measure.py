@@ -80,6 +80,19 @@ def timed(run: Callable[[], Any], *, runs: int = RUNS, most_seconds: float = 20.
     return Times(runs=tuple(sorted(start.elapsed_time(stop) for start, stop in pairs)))
 
 
+def host_ms(run: Callable[[], Any], runs: int = RUNS) -> float:
+    """Median milliseconds that the host needs to queue `run` while the device is busy with other work."""
+    found = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20 * QUEUE_CYCLES)
+        begun = time.perf_counter()
+        run()
+        found.append((time.perf_counter() - begun) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
     """Measured in this run: copy in GB/s (read plus written), bf16 products in TF/s: short, and of 10 ms on the layer's largest shape."""

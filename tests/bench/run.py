@@ -97,6 +97,7 @@ def run_layer(shape: str, report: Report, theirs: dict[str, float], profile: Pat
     times = measure.timed(lambda: made(x, context))
     numbers: dict[str, Any] = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "error": error, "plain_error": plain}
     numbers |= report.rates(times.median, whole.layer_flops(context), None)
+    numbers["host_ms"] = measure.host_ms(lambda: made(x, context))
     for name in ("layer", "layer compiled"):
         if name in theirs:
             numbers |= {f"upstream {name} ms": theirs[name], f"of upstream {name}": times.median / theirs[name]}
@@ -129,7 +130,7 @@ def write_profile(path: Path, run: Any, title: str) -> None:
 
 
 @torch.no_grad()
-def run_step(shape: str, report: Report, launches: list[str]) -> None:
+def run_step(shape: str, report: Report, launches: list[str], runs: int) -> None:
     """A step of 40 layers, launched in each of the ways."""
     from magi2_core.pipeline.accelerate import forward_of
 
@@ -141,8 +142,7 @@ def run_step(shape: str, report: Report, launches: list[str]) -> None:
         step.velocity.forward = forward_of(made[0], launch, "triton")
         for _ in range(3):
             step()
-        runs = 20 if shape == "272p" else 5
-        times = measure.timed(step, runs=runs, most_seconds=60)
+        times = measure.timed(step, runs=runs, most_seconds=300)
         numbers = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "moe_layers": made[1], "dense_layers": made[2]}
         numbers["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         if launch == "graph":
@@ -178,6 +178,7 @@ def main() -> int:
     parser.add_argument("--upstream", type=Path, help="checkout of the public reference")
     parser.add_argument("--profile", type=Path, help="text file to which the kernels of a layer are added, with --op layer")
     parser.add_argument("--launch", action="append", choices=("eager", "compile", "graph"), default=[], help="with --op step")
+    parser.add_argument("--runs", type=int, default=20, help="timed runs of a step (default 20; one at 540p takes 8 s)")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
     from magi2_core.device import use_full_fp32
@@ -204,7 +205,7 @@ def main() -> int:
             red += [] if run_layer(shape, report, theirs, options.profile) else ["layer"]
             torch.cuda.empty_cache()
         if "step" in ops and shape != "rank":
-            run_step(shape, report, options.launch or ["eager", "compile", "graph"])
+            run_step(shape, report, options.launch or ["eager", "compile", "graph"], options.runs)
             torch.cuda.empty_cache()
     return int(bool(red))
 

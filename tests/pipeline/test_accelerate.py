@@ -151,7 +151,6 @@ def test_graph_forward_replays_from_the_second_step(nano_folder: Path, monkeypat
             assert forward.captured == (step > 0)
             kept.append((want, got))
         assert all(torch.equal(want.video_cond, got.video_cond) for want, got in kept), "an earlier step's result was overwritten"
-        assert not GraphForward(model, most_tokens=1).captured
 
 
 def test_graph_forward_failure_is_one_line_and_the_plain_path(
