@@ -4,6 +4,7 @@ equal to this process on one card; a cancelled job and a killed rank are followe
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from magi2_core.request import Conditioning, DecodeRequest, EncodeRequest, Laten
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = 6
-BF16 = 3e-2
-"""Ranks add in another order in bf16, and experts at a near tie may change; one rank must be equal but for that."""
+FP32 = 2e-5
+"""Several ranks are compared in fp32: in bf16 each multiplies other shapes, rounds otherwise, and an expert at a near tie changes the clip."""
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.multi_gpu)])
@@ -51,17 +52,31 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-def test_fleet_equals_one_process(cards: BackendClient, nano_folder: Path, conditioning: Conditioning, latents: Latents) -> None:
-    status = cards.status()["fleet"]
-    assert len(status["ranks"]) == len(cards.spec.devices)
+def test_one_card_equals_this_process(cards: BackendClient, nano_folder: Path, conditioning: Conditioning, latents: Latents) -> None:
+    if len(cards.spec.devices) > 1:
+        pytest.skip("several cards have their own test")
     made = build_pipeline(nano_folder, device="cuda:0")
     here = made.sample(request_of(conditioning))
     made.close()
-    found = {name: relative(getattr(latents, name), getattr(here, name)) for name in ("video", "audio")}
-    print(status["layout"], found)
-    assert max(found.values()) < BF16
-    again = cards.submit(request_of(conditioning)).result(120)
-    assert torch.equal(again.video, latents.video) and torch.equal(again.audio, latents.audio), "deterministic, and yet other bits"
+    assert torch.equal(latents.video, here.video) and torch.equal(latents.audio, here.audio)
+
+
+def test_several_cards_equal_one(cards: BackendClient, nano_folder: Path, folder: Path, conditioning: Conditioning) -> None:
+    if len(cards.spec.devices) == 1:
+        pytest.skip("one card has its own test")
+    cards.release()
+    client = BackendClient(replace(cards.spec, dtype="float32"), folder / "fp32")
+    there = client.submit(request_of(conditioning)).result(300)
+    client.close()
+    made = build_pipeline(nano_folder, device="cuda:0", dtype="float32")
+    here = made.sample(request_of(conditioning))
+    made.close()
+    assert max(relative(getattr(there, name), getattr(here, name)) for name in ("video", "audio")) < FP32
+
+
+def test_again_gives_equal_bits(cards: BackendClient, conditioning: Conditioning, latents: Latents) -> None:
+    again = cards.submit(request_of(conditioning)).result(300)
+    assert torch.equal(again.video, latents.video) and torch.equal(again.audio, latents.audio)
 
 
 def test_refine_and_decode(cards: BackendClient, conditioning: Conditioning, latents: Latents) -> None:
