@@ -3,7 +3,7 @@
 The norm in front of the projection is folded: (1 + w) into phi once per weight set, the inverse root mean square into the result, so
 that one read of the streams feeds the product and the sum of squares. phi stays exact enough on bf16 tensor cores as a sum of two
 bf16 numbers (16 bits; the streams are bf16 already, products are exact, sums fp32). Sinkhorn runs in the end of the projection on a
-whole tile of tokens at once. Measurements: tests/bench/results/memory_ops_h200.json.
+whole tile of tokens at once. Measurements: tests/bench/results/ops_h200.json.
 """
 
 # Triton joins tuples with + only, and a tuple grows in a loop:

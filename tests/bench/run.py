@@ -86,16 +86,20 @@ def run_entry(entry: Entry, shape: str, report: Report, theirs: dict[str, float]
 
 
 @torch.no_grad()
-def run_layer(shape: str, report: Report, theirs: dict[str, float], profile: Path | None) -> bool:
+def run_layer(shape: str, report: Report, theirs: dict[str, float], released: Path | None, profile: Path | None) -> bool:
     """One MoE layer; False when it differs from the plain implementation."""
     made, context = whole.layer(), whole.tokens(shape)
-    error, plain = whole.layer_errors(made)
+    compared = whole.compare_layer(made)
+    error, plain = compared.error(compared.chosen), compared.error(compared.plain)
     if not error <= LAYER_MARGIN * plain:
         print(f"layer {shape} REFUSED: error {error:.2e} against fp32, the plain bf16 kernels have {plain:.2e}", flush=True)
         return False
     x = whole.streams(context.cu_seqlens.total)
     times = measure.timed(lambda: made(x, context))
     numbers: dict[str, Any] = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "error": error, "plain_error": plain}
+    if released is not None:
+        outputs = public.Upstream(released).outputs(made.state_dict(), compared.context, compared.x)
+        numbers |= {f"upstream {name} error": compared.error(output) for name, output in outputs.items()}
     numbers |= report.rates(times.median, whole.layer_flops(context), None)
     numbers["host_ms"] = measure.host_ms(lambda: made(x, context))
     for name in ("layer", "layer compiled"):
@@ -202,7 +206,7 @@ def main() -> int:
             red += [] if run_entry(entry, shape, report, theirs) else [entry.name]
             torch.cuda.empty_cache()
         if "layer" in ops and shape != "rank":
-            red += [] if run_layer(shape, report, theirs, options.profile) else ["layer"]
+            red += [] if run_layer(shape, report, theirs, options.upstream, options.profile) else ["layer"]
             torch.cuda.empty_cache()
         if "step" in ops and shape != "rank":
             run_step(shape, report, options.launch or ["eager", "compile", "graph"], options.runs)

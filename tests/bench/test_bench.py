@@ -39,16 +39,16 @@ def bench(monkeypatch: pytest.MonkeyPatch):
             del sys.modules[name]
 
 
-def test_layer_errors_of_the_plain_kernels_are_equal_and_small(bench) -> None:
+def test_compare_layer_of_the_plain_kernels_are_equal_and_small(bench) -> None:
     whole = bench("whole")
     torch.manual_seed(0)
     for index in (0, 1):
         made = whole.layer(index, config=TINY, device="cpu")
-        got, plain = whole.layer_errors(made, index, config=TINY, device="cpu")
-        assert got == plain and 1e-4 < plain < 0.1
+        found = whole.compare_layer(made, index, config=TINY, device="cpu")
+        assert torch.equal(found.chosen, found.plain) and 1e-4 < found.error(found.plain) < 0.1
 
 
-def test_layer_errors_see_a_wrong_layer(bench) -> None:
+def test_compare_layer_sees_a_wrong_layer(bench) -> None:
     whole = bench("whole")
     torch.manual_seed(0)
     made = whole.layer(1, config=TINY, device="cpu")
@@ -61,8 +61,8 @@ def test_layer_errors_see_a_wrong_layer(bench) -> None:
         return right(*arguments) * (1.5 if len(calls) == 1 else 1)
 
     made.attention.core = wrong_at_first
-    got, plain = whole.layer_errors(made, 1, config=TINY, device="cpu")
-    assert got > 2 * plain
+    found = whole.compare_layer(made, 1, config=TINY, device="cpu")
+    assert found.error(found.chosen) > 2 * found.error(found.plain)
 
 
 def test_step_cycles_over_distinct_layers(bench, monkeypatch: pytest.MonkeyPatch) -> None:

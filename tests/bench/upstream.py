@@ -92,6 +92,16 @@ class Upstream:
         handler = self.module.VarlenHandler(cu, cu, longest, longest)
         return {"rope": rope, "varlen_handler": handler, "modality_dispatcher": dispatcher, "cp_split_sizes": torch.tensor([ids.shape[0]])}
 
+    @torch.no_grad()
+    def outputs(self, state: dict[str, torch.Tensor], context: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What its layer, with our weights and for our request, makes of the streams [S, 4, C]: run as it is, and compiled."""
+        self.layer.load_state_dict(state)
+        arguments = self.context(context)
+        rows = arguments["rope"].shape[0]
+        padded = torch.cat([x.flatten(1), x.new_zeros(rows - x.shape[0], x.shape[1] * x.shape[2])])
+        runs = {"eager": self.layer, "compiled": torch.compile(self.layer, dynamic=False)}
+        return {name: run(padded, **arguments)[: x.shape[0]].view_as(x) for name, run in runs.items()}
+
     def functions(self, shape: str) -> dict[str, Any]:
         """Name -> call without arguments, for one shape."""
         from whole import tokens

@@ -75,12 +75,28 @@ def layer_flops(context: Any, per_modality: bool = False) -> float:
     return attention + qkv + dense + experts
 
 
-def layer_errors(made: Any, index: int = MOE_LAYER, *, config: Any = None, device: str = "cuda") -> tuple[float, float]:
-    """How far a bf16 layer is from the same weights in fp32 (plain kernels), on a short request, relative to what the layer changes.
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A short request and what a layer makes of it: in fp32 with plain kernels, in bf16 with the kernels chosen now and with plain ones."""
 
-    Returns:
-        Of the kernels chosen now, and of the plain kernels in bf16: the two differ from fp32 by bf16 rounding and by experts that a
-        near tie gives to another route, so the first must not be larger than the second but for chance.
+    x: Tensor
+    context: Any
+    exact: Tensor
+    chosen: Tensor
+    plain: Tensor
+
+    def error(self, found: Tensor) -> float:
+        """Difference to fp32 relative to what the layer changes."""
+        moved = (self.exact - self.x).double().norm()
+        return ((found.double() - self.exact.double()).norm() / moved).item()
+
+
+@torch.no_grad()
+def compare_layer(made: Any, index: int = MOE_LAYER, *, config: Any = None, device: str = "cuda") -> Compared:
+    """Runs a bf16 layer on a short request in the three ways.
+
+    Both bf16 runs differ from fp32 by rounding and by experts that a near tie gives to another route, so the error of the chosen kernels
+    must not be larger than that of the plain ones but for chance.
     """
     from magi2_core.config import PreviewConfig
     from magi2_kernels.common.choice import using
@@ -89,19 +105,17 @@ def layer_errors(made: Any, index: int = MOE_LAYER, *, config: Any = None, devic
     config = config or PreviewConfig()
     context = _context((4, 9, 14), 31, (77, 40), config.rope_bands, device)
     x = streams(context.cu_seqlens.total, config.hidden_size, device)
-    with torch.no_grad():
-        got = made(x, context)
-        with using("reference"), providers.using("reference"):
-            wide = layer(index, config=config, device=device, dtype=torch.float32)
-            wide.load_state_dict({name: tensor.float() for name, tensor in made.state_dict().items()})
-            wide.prepare(torch.float32)
-            exact = wide(x.float(), context)
-            del wide
-            made.prepare(torch.bfloat16)
-            plain = made(x, context)
+    chosen = made(x, context)
+    with using("reference"), providers.using("reference"):
+        wide = layer(index, config=config, device=device, dtype=torch.float32)
+        wide.load_state_dict({name: tensor.float() for name, tensor in made.state_dict().items()})
+        wide.prepare(torch.float32)
+        exact = wide(x.float(), context)
+        del wide
         made.prepare(torch.bfloat16)
-    moved = (exact - x).double().norm()
-    return tuple(((found.double() - exact.double()).norm() / moved).item() for found in (got, plain))  # type: ignore[return-value]
+        plain = made(x, context)
+    made.prepare(torch.bfloat16)
+    return Compared(x=x, context=context, exact=exact, chosen=chosen, plain=plain)
 
 
 @dataclass(frozen=True, kw_only=True)
