@@ -5,6 +5,7 @@ followed, and stopped by Ctrl-C. The exit code tells how it ended.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def say(text: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; raises Magi2Error. Returns 0."""
-    workflow = read_workflow(Path(options.workflow).expanduser())
+    workflow = read_workflow(Path(os.path.expanduser(options.workflow)))
     target = _target(options.output)
     started = time.monotonic()
     with Cancel() as cancel, _server(options, cancel.requested) as server:
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _target(output: str | None) -> Target:
-    path = Path(output or "output").expanduser()
+    path = Path(os.path.expanduser(output or "output"))
     if path.suffix and not path.is_dir():
         return Target(folder=path.parent, file=path)
     if path.exists() and not path.is_dir():
@@ -202,10 +203,15 @@ def _fetch(client: HostClient, entry: dict[str, Any], target: Target) -> list[Pa
         return [target.file]
     written = []
     for file in files:
-        path = _free_name(target.folder / file.subfolder / file.filename)
+        path = _free_name(target.folder.joinpath(*_inner_parts(file.subfolder), *_inner_parts(file.filename)[-1:]))
         client.download(file, path)
         written.append(path)
     return written
+
+
+def _inner_parts(path: str) -> list[str]:
+    """The folders and names of a path that a server gave, without those that lead out of where it is joined to."""
+    return [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
 
 
 def _free_name(path: Path) -> Path:

@@ -5,7 +5,9 @@ progress. Facts of the server: it answers 200 to a prompt that is only partly va
 are errors here; newer versions want a client's prompt ids to be canonical UUIDs; an interrupted prompt is stored as an error.
 """
 
+import http.client
 import json
+import re
 import secrets
 import urllib.error
 import urllib.parse
@@ -21,6 +23,8 @@ from magi2_core.whole_file import whole_file
 TIMEOUT_SECONDS = 30.0
 CHUNK_BYTES = 1 << 20
 MAX_ERROR_TEXT = 400
+_UNFIT = re.compile(r'["\\\x00-\x1f\x7f\ud800-\udfff]')
+"""What a file name in a multipart header cannot hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +51,13 @@ class HostClient:
     def __init__(self, url: str, timeout: float = TIMEOUT_SECONDS) -> None:
         if "://" not in url:
             url = f"http://{url}"
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        hostname = _hostname(url)
+        if not hostname:
             raise RequestError(f"--server {url!r} is not an address. Use one such as http://127.0.0.1:8188.")
         self.url = url.rstrip("/")
         self._timeout = timeout
         # ComfyUI is addressed directly: a proxy of the environment would not reach this machine's own loopback.
-        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        local = hostname in ("127.0.0.1", "localhost", "::1")
         handlers = [urllib.request.ProxyHandler({})] if local else []
         self._opener = urllib.request.build_opener(*handlers)
 
@@ -64,33 +68,43 @@ class HostClient:
             return self._opener.open(request, timeout=self._timeout)
         except urllib.error.HTTPError:
             raise
-        except OSError as error:
-            raise BackendDiedError(
-                f"ComfyUI at {self.url} does not answer ({error}). Is it running? Start it, or check --server."
-            ) from error
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: a name that no server can have
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> BackendDiedError:
+        reason = str(error) or type(error).__name__
+        return BackendDiedError(f"ComfyUI at {self.url} does not answer ({reason}). Is it running? Start it, or check --server.")
+
+    def _ask(self, path: str, data: bytes | None = None, content_type: str = "application/json") -> tuple[int, bytes]:
+        """Status and whole answer of a request. Raises BackendDiedError when none comes, or only a part of one."""
+        try:
+            try:
+                with self._open(path, data, content_type) as answer:
+                    return answer.status, answer.read()
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, error.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._gone(error) from error
 
     def get(self, path: str) -> Any:
         """JSON answer of a GET; None when the server does not know the path. Raises BackendDiedError without an answer."""
+        status, text = self._ask(path)
+        if status == 404:
+            return None
+        if not 200 <= status < 300:
+            raise BackendDiedError(f"ComfyUI answered {status} to {path}: {_error_text(status, text)}")
         try:
-            with self._open(path) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
-                return None
-            raise BackendDiedError(f"ComfyUI answered {error.code} to {path}: {_error_text(error)}") from error
-        except ValueError as error:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise BackendDiedError(f"{self.url}{path} did not answer with JSON: is a ComfyUI behind this address?") from error
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and answer (JSON, else text) of a POST."""
-        try:
-            with self._open(path, json.dumps(body).encode()) as answer:
-                status, text = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read()
+        status, text = self._ask(path, json.dumps(body).encode())
         try:
             return status, json.loads(text) if text else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return status, text.decode(errors="replace")[:MAX_ERROR_TEXT]
 
     def is_up(self) -> bool:
@@ -154,17 +168,21 @@ class HostClient:
 
     def upload(self, path: Path) -> str:
         """Copies a local file into the server's input folder and returns the name it got there."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise RequestError(f"the input file {path} cannot be read ({error.strerror or error}). Check its permissions.") from error
         boundary = secrets.token_hex(16)
-        name = path.name.replace('"', "_")
+        name = _UNFIT.sub("_", path.name)  # an odd name must not end the header that carries it
         head = f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{name}"\r\n'
         head += "Content-Type: application/octet-stream\r\n\r\n"
-        body = head.encode() + path.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
+        body = head.encode() + content + f"\r\n--{boundary}--\r\n".encode()
+        status, text = self._ask("/upload/image", body, f"multipart/form-data; boundary={boundary}")
         try:
-            with self._open("/upload/image", body, f"multipart/form-data; boundary={boundary}") as answer:
-                stored = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise RequestError(f"ComfyUI did not take the file {path} ({error.code} {_error_text(error)}).") from error
-        return f"{stored['subfolder']}/{stored['name']}" if stored.get("subfolder") else stored["name"]
+            stored = json.loads(text) if status == 200 else {}
+            return f"{stored['subfolder']}/{stored['name']}" if stored.get("subfolder") else stored["name"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(f"ComfyUI did not take the file {path} ({status} {_error_text(status, text)}).") from error
 
     def download(self, file: HostFile, target: Path) -> None:
         """Writes a file of the server to `target`; it appears there only when it is whole."""
@@ -174,14 +192,28 @@ class HostClient:
             with self._open(f"/view?{query}") as answer, whole_file(target, remedy=remedy) as partial, partial.open("wb") as sink:
                 while chunk := answer.read(CHUNK_BYTES):
                     sink.write(chunk)
+                if answer.length:  # http.client takes an answer that breaks off for one that ends
+                    raise OutputError(f"{target} could not be written: ComfyUI's answer broke off. {remedy}")
+        except http.client.HTTPException as error:
+            raise OutputError(f"{target} could not be written: ComfyUI's answer broke off ({error}). {remedy}") from error
         except urllib.error.HTTPError as error:
             raise OutputError(
                 f"ComfyUI no longer has {file.filename} ({error.code}). Was it moved or deleted? Queue the workflow again."
             ) from error
 
 
-def _error_text(error: urllib.error.HTTPError) -> str:
-    return error.read().decode(errors="replace").strip()[:MAX_ERROR_TEXT] or str(error.reason)
+def _hostname(url: str) -> str | None:
+    """The host an http address names; None when it names none, or cannot be asked for."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and url.isprintable() and " " not in url and parts.port != 0  # .port raises
+    except ValueError:
+        return None
+    return parts.hostname if is_usable else None
+
+
+def _error_text(status: int, text: bytes) -> str:
+    return text.decode(errors="replace").strip()[:MAX_ERROR_TEXT] or http.client.responses.get(status, "no reason was given")
 
 
 def describe_refusal(status: int, answer: Any, prompt: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from .widgets import is_dynamic_prompt, named_values, resolve_dynamic
 ALWAYS, MUTED, BYPASSED = 0, 2, 4
 REROUTE, PRIMITIVE = "Reroute", "PrimitiveNode"
 NOTES = {"Note", "MarkdownNote"}
+SAVE_HINT = "The file is damaged: save it in ComfyUI again."
 EXPORT_HINT = "Open it in ComfyUI and save it with Workflow > Export (API), then run that file."
 
 
@@ -36,15 +37,56 @@ def read_workflow(path: Path) -> Workflow:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise RequestError(f"the workflow {path} cannot be read ({error.strerror or error}). Name an existing .json file.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON ({error}). Save the workflow in ComfyUI with Workflow > Save or Export (API).") from error
     if isinstance(data, dict) and isinstance(data.get("prompt"), dict):
         data = data["prompt"]  # the body of a POST /prompt
     if isinstance(data, dict) and isinstance(data.get("nodes"), list):
+        check_graph(data)
         return Workflow(path=path, graph=data)
     if isinstance(data, dict) and data and all(isinstance(node, dict) and "class_type" in node for node in data.values()):
+        for name, node in data.items():
+            if not isinstance(node["class_type"], str) or not isinstance(node.get("inputs"), dict):
+                raise RequestError(f"{path}: node {name!r} has no class_type that is a text, or no table of inputs. {SAVE_HINT}")
         return Workflow(path=path, prompt=data)
     raise RequestError(f"{path} holds no ComfyUI workflow: neither a list of nodes (UI format) nor nodes with a class_type (API format).")
+
+
+def check_graph(graph: dict[str, Any]) -> None:
+    """Raises RequestError on a UI graph whose nodes, sockets or wires have not the form that ComfyUI writes; unknown fields are let be."""
+    for node in graph["nodes"]:
+        if not isinstance(node, dict) or not isinstance(node.get("id"), (int, str)) or not isinstance(node.get("type"), str):
+            raise RequestError(f"a node of the workflow has no id or no type. {EXPORT_HINT}")
+        sockets = [*_items(node, "inputs"), *_items(node, "outputs")]
+        sound = all(isinstance(socket, dict) and isinstance(socket.get("link"), (int, str, type(None))) for socket in sockets)
+        named = all(isinstance(socket.get("name"), str) for socket in sockets if isinstance(socket, dict))
+        values = isinstance(node.get("widgets_values"), (list, dict, type(None)))
+        if not (sound and named and values and isinstance(node.get("mode", ALWAYS), int)):
+            raise RequestError(f"node {node['id']} ({node['type']}) of the workflow has sockets or values that cannot be read. {SAVE_HINT}")
+    for link in _items(graph, "links"):
+        parts = [link.get(name) for name in ("id", "origin_id", "origin_slot")] if isinstance(link, dict) else link
+        if (
+            not isinstance(parts, list)
+            or len(parts) < 3
+            or not all(isinstance(part, (int, str)) for part in parts[:3])
+            or not _is_slot(parts[2])
+        ):
+            raise RequestError(f"a wire of the workflow cannot be read: {json.dumps(link)[:80]}. {SAVE_HINT}")
+    definitions = graph.get("definitions") or {}
+    if not isinstance(definitions, dict) or not all(isinstance(item, dict) for item in _items(definitions, "subgraphs")):
+        raise RequestError(f"the workflow's definitions cannot be read. {SAVE_HINT}")
+
+
+def _items(owner: dict[str, Any], name: str) -> list[Any]:
+    """The list called `name`, empty where there is none. Raises RequestError where it is something else."""
+    found = owner.get(name)
+    if found is not None and not isinstance(found, list):
+        raise RequestError(f"the workflow has {name} that are no list. {SAVE_HINT}")
+    return found or []
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +130,7 @@ def _runs(node: dict[str, Any]) -> bool:
 
 
 def _parse(graph: dict[str, Any], info: dict[str, Any], rng: random.Random) -> _Graph:
-    for node in graph["nodes"]:
-        if not isinstance(node, dict) or "id" not in node or not isinstance(node.get("type"), str):
-            raise RequestError(f"a node of the workflow has no id or no type. {EXPORT_HINT}")
+    check_graph(graph)
     nodes = {str(node["id"]): node for node in graph["nodes"]}
     links: dict[Any, Link] = {}
     for item in graph.get("links") or []:
@@ -98,7 +138,7 @@ def _parse(graph: dict[str, Any], info: dict[str, Any], rng: random.Random) -> _
             links[item["id"]] = Link(origin=str(item["origin_id"]), slot=item["origin_slot"], kind=item.get("type"))
         else:
             links[item[0]] = Link(origin=str(item[1]), slot=item[2], kind=item[5] if len(item) > 5 else None)
-    subgraphs = {item.get("id") for item in (graph.get("definitions") or {}).get("subgraphs", [])}
+    subgraphs = {item.get("id") for item in _items(graph.get("definitions") or {}, "subgraphs")}
     used = [str(node["id"]) for node in nodes.values() if node["type"] in subgraphs]
     if used:
         raise RequestError(
@@ -131,29 +171,31 @@ def _constant(value: Any) -> Any:
 
 def _wired_input(graph: _Graph, socket: dict[str, Any]) -> dict[str, Any]:
     """{name: wire or value} of a socket; {} when nothing that runs is behind it, so that a widget keeps its value."""
-    link = graph.links.get(socket.get("link"))
-    source = _resolve(graph, link, socket.get("type"), set()) if link else None
+    source = _resolve(graph, graph.links.get(socket.get("link")), socket.get("type"))
     return {} if source is None else {socket["name"]: source}
 
 
-def _resolve(graph: _Graph, link: Link, kind: Any, seen: set[str]) -> Any:
+def _resolve(graph: _Graph, link: Link | None, kind: Any) -> Any:
     """What stands at the far end of a wire: [node id, slot], a primitive's value, or None."""
-    node = graph.nodes.get(link.origin)
-    if node is None or link.origin in seen:
-        return None
-    if _runs(node):
-        return [link.origin, link.slot]
-    if node.get("mode", ALWAYS) == MUTED:
-        return None
-    inputs = node.get("inputs") or []
-    if node["type"] == PRIMITIVE:
-        values = node.get("widgets_values") or []
-        return _constant(values[0]) if values else None
-    index = 0 if node["type"] == REROUTE else _bypass_input(node, link.slot, kind)
-    if index is None or index >= len(inputs):
-        return None
-    behind = graph.links.get(inputs[index].get("link"))
-    return _resolve(graph, behind, kind, seen | {link.origin}) if behind else None
+    seen: set[str] = set()
+    while link is not None:
+        node = graph.nodes.get(link.origin)
+        if node is None or link.origin in seen:
+            return None
+        if _runs(node):
+            return [link.origin, link.slot]
+        if node.get("mode", ALWAYS) == MUTED:
+            return None
+        inputs = node.get("inputs") or []
+        if node["type"] == PRIMITIVE:
+            values = node.get("widgets_values")
+            return _constant(values[0]) if isinstance(values, list) and values else None
+        index = 0 if node["type"] == REROUTE else _bypass_input(node, link.slot, kind)
+        if index is None or index >= len(inputs):
+            return None
+        seen.add(link.origin)
+        link = graph.links.get(inputs[index].get("link"))
+    return None
 
 
 def _bypass_input(node: dict[str, Any], slot: int, kind: Any) -> int | None:

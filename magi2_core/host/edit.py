@@ -1,5 +1,6 @@
 """Changes to an API prompt before it is queued: `--set node.input=value`, and files that the server's input folder lacks."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +17,8 @@ _KIND = re.compile(r" \[(output|input|temp)\]$")
 
 def title_of(node: dict[str, Any]) -> str:
     """The node's title, "" without one."""
-    return str((node.get("_meta") or {}).get("title", ""))
+    about = node.get("_meta")
+    return str(about.get("title", "")) if isinstance(about, dict) else ""
 
 
 def find_node(prompt: dict[str, Any], reference: str, info: dict[str, Any]) -> str:
@@ -111,7 +113,11 @@ def lend_files(prompt: dict[str, Any], info: dict[str, Any], folders: Iterable[P
             if not isinstance(value, str) or not _names_file(node, widget) or value.replace("\\", "/") in widget.choices:
                 continue
             plain = _KIND.sub("", value)
-            candidates = [Path(plain).expanduser(), *(place / plain for place in places), *(place / Path(plain).name for place in places)]
+            candidates = [
+                Path(os.path.expanduser(plain)),
+                *(place / plain for place in places),
+                *(place / Path(plain).name for place in places),
+            ]
             found = next((path for path in candidates if path.is_file()), None)
             if found is None:
                 looked = ", ".join(map(str, places))

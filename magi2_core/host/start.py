@@ -48,7 +48,7 @@ class Installation:
 
 def find_installation(folder: Path, python: str | None = None) -> Installation:
     """The installation in `folder`; `python` overrides its own interpreter. Raises RequestError or DependencyError."""
-    folder = folder.expanduser().resolve()
+    folder = Path(os.path.expanduser(folder)).resolve()  # Path.expanduser raises for a user who is not there
     if not (folder / "main.py").is_file() or not (folder / "comfy").is_dir():
         raise RequestError(f"{folder} is not a ComfyUI folder: main.py and comfy/ are not there. Correct --comfyui or COMFYUI_PATH.")
     own = next((str(folder / name) for name in INTERPRETERS if (folder / name).is_file()), None)

@@ -104,7 +104,7 @@ def _take(section: list[tuple[str, Any]], rest: list[Any], named: dict[str, Any]
             continue
         value = rest.pop(0) if rest else widget.default
         uploads = uploads or widget.takes_files
-        if widget.has_control and rest and rest[0] in CONTROLS:
+        if widget.has_control and rest and isinstance(rest[0], str) and rest[0] in CONTROLS:
             rest.pop(0)
             if widget.kind == "COMBO" and rest and rest[0] == "":
                 rest.pop(0)  # the filter of a combo with a control

@@ -1,6 +1,8 @@
 """The client against small HTTP servers that answer as ComfyUI 0.3.75 does: refusals, states, failures, files."""
 
 import json
+import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -153,3 +155,43 @@ def test_outputs_and_failures_of_a_history_entry() -> None:
     data = {"node_id": "4", "node_type": "Magi2Sampler", "exception_message": " size is wrong \n"}
     broken = {"status": {"status_str": "error", "messages": [["execution_error", data]]}}
     assert failure(broken) == ("error", "node 4 (Magi2Sampler): size is wrong")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:99999", "http://a b/", "http://127.0.0.1/\r\nX: y"]
+)
+def test_client_address_that_cannot_be_asked(url: str) -> None:
+    with pytest.raises(RequestError, match="is not an address"):
+        HostClient(url)
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b""])
+def test_client_answer_that_is_none_or_breaks_off(answer: bytes, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve_raw() -> None:
+            for _ in range(3):
+                connection, _ = server.accept()
+                connection.recv(65536)
+                connection.sendall(answer)
+                connection.close()
+
+        threading.Thread(target=serve_raw, daemon=True).start()
+        client = HostClient(f"127.0.0.1:{server.getsockname()[1]}", timeout=5)
+        with pytest.raises(BackendDiedError, match="does not answer"):
+            client.object_info()
+        with pytest.raises(BackendDiedError, match="does not answer"):
+            client.post("/queue", {})
+        with pytest.raises((BackendDiedError, OutputError), match=r"does not answer|broke off"):
+            client.download(HostFile(filename="a.mp4", subfolder="", kind="output"), tmp_path / "a.mp4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_upload_odd_name_stays_in_its_header(serve: Any, tmp_path: Path) -> None:
+    client, asked = serve({"/upload/image": {"name": "x.png"}})
+    odd = tmp_path / os.fsdecode(b'a"\r\nX: y\xff.png')
+    odd.write_bytes(b"data")
+    assert client.upload(odd) == "x.png"
+    assert b'filename="a___X: y_.png"\r\n' in asked[0][1]
+    with pytest.raises(RequestError, match="cannot be read"):
+        client.upload(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from magi2_core.errors import RequestError
 from magi2_core.host.convert import read_workflow, to_prompt
+from magi2_core.host.edit import check_choices, set_input
 from magi2_core.host.widgets import named_values, resolve_dynamic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,3 +218,44 @@ def test_read_workflow_takes_a_prompt_body_and_a_byte_order_mark(tmp_path: Path)
     path = tmp_path / "w.json"
     path.write_text('\ufeff{"prompt": {"1": {"class_type": "EmptyImage", "inputs": {}}}}', encoding="utf-8")
     assert read_workflow(path).prompt == {"1": {"class_type": "EmptyImage", "inputs": {}}}
+
+
+def test_read_workflow_damaged_in_any_place(tmp_path: Path) -> None:
+    """Whatever one value of a saved workflow is replaced by, it is read, or refused in one line."""
+    odd = [None, -1, "", [], {}, [1], True, 1.5]
+    rng, path, refused = random.Random(5), tmp_path / "damaged.json", 0
+    files = [*TEMPLATES, *(ROOT / "workflows" / "api").glob("*.json")]
+    for _ in range(600):
+        data = json.loads(rng.choice(files).read_text(encoding="utf-8"))
+        owner, key = rng.choice(list(places(data)))
+        owner[key] = rng.choice(odd)
+        path.write_text(json.dumps(data))
+        try:
+            workflow = read_workflow(path)
+            prompt = workflow.prompt if workflow.graph is None else to_prompt(workflow.graph, INFO)
+            assert prompt is not None
+            set_input(prompt, "Sampler.seed=7", INFO)
+            check_choices(prompt, INFO)
+        except RequestError:
+            refused += 1
+    assert 100 < refused < 600
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) of nested lists and tables."""
+    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()):
+        yield value, key
+        yield from places(inner)
+
+
+def test_read_workflow_nested_deep(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(RequestError, match="is not JSON"):
+        read_workflow(tmp_path / "deep.json")
+
+
+def test_to_prompt_long_chain_of_reroutes() -> None:
+    chain = [node(n, "Reroute", inputs=[("", "*", n - 1)], outputs=["*"]) for n in range(2, 3000)]
+    nodes = [empty_image(1), *chain, node(3000, "PreviewImage", inputs=[("images", "IMAGE", 2999)])]
+    found = convert(nodes, [[n, n, 0, n + 1, 0, "*"] for n in range(1, 3000)])
+    assert found["3000"] == {"images": ["1", 0]}
