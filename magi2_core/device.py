@@ -184,7 +184,8 @@ def use_full_fp32() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for the device allocator's out-of-memory errors."""
+    """True for the out-of-memory errors of a device's allocator, the CPU's (a plain RuntimeError) included."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text

@@ -7,6 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def writable(text: str) -> str:
+    """`text` with each lone surrogate (a byte of a file name that is no UTF-8, half a character of a prompt) written out as \\udcff: a
+    log or stream that takes UTF-8 would raise on it, and in ComfyUI that ends the thread that runs the queue."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class Magi2Error(Exception):
     """Base of the pack's errors: the message says what was got, what was expected and what to change.
 
@@ -17,7 +23,7 @@ class Magi2Error(Exception):
     details: Mapping[str, Any] | None = None
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(writable(message))
 
 
 class RequestError(Magi2Error):

@@ -22,6 +22,8 @@ LATENT_SCHEMA = 1
 """Version of the latent file; older files open, newer ones are refused by name."""
 
 MAX_SEED = 2**64 - 1
+MAX_OUTPUT_SIDE = 16384
+"""Pixels of a side that the H.264 encoder takes."""
 STAGES = ("encode", "preview", "refine", "decode")
 
 
@@ -191,7 +193,9 @@ class SampleRequest:
     def validate(self) -> None:
         """Raises RequestError naming the value, what is allowed and the fix."""
         shapes.check_size(self.width, self.height)
+        _check_number("seconds", self.seconds, 0.0, 1000.0)
         shapes.check_seconds(self.seconds, self.experimental_seconds)
+        _check_number("fps", self.fps, 0.1, 480.0)
         check_seed(self.seed)
         check_steps(self.num_inference_steps)
         _check_number("video guidance", self.video_guidance, 0.0, 100.0)
@@ -256,8 +260,10 @@ class DecodeRequest:
         if (self.output_width is None) != (self.output_height is None):
             raise RequestError("exact output size needs both width and height.")
         for side in (self.output_width, self.output_height):
-            if side is not None and (side < 2 or side % 2):
-                raise RequestError(f"exact output size {self.output_width}x{self.output_height}: both sides must be even and at least 2.")
+            if side is not None and (not 2 <= side <= MAX_OUTPUT_SIDE or side % 2):
+                raise RequestError(
+                    f"exact output size {self.output_width}x{self.output_height}: both sides must be even, from 2 to {MAX_OUTPUT_SIDE}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

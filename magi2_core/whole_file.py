@@ -27,6 +27,7 @@ def whole_file(path: Path, *, mode: int = 0o666, remedy: str = "Free space or ch
     end; every other exception passes unchanged. `mode` is lessened by the user's umask.
     """
     target = Path(path).absolute()
+    _check_name(target)
     temporary, descriptor = None, -1
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +47,16 @@ def whole_file(path: Path, *, mode: int = 0o666, remedy: str = "Free space or ch
                 temporary.unlink()
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _check_name(target: Path) -> None:
+    """Raises OutputError on a name that no file can have; the system calls raise ValueError on it."""
+    try:
+        is_name = b"\0" not in os.fsencode(target)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise OutputError(f"{str(target)!r} is no name for a file: it holds a character that none can have. Choose another name.")
 
 
 def _create(target: Path, mode: int) -> tuple[Path, int]:

@@ -9,13 +9,14 @@ import functools
 import inspect
 import logging
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import comfy.model_management
 from comfy_api.latest import io
 
-from magi2_core.errors import Interrupted, Magi2Error
+from magi2_core.errors import Interrupted, Magi2Error, writable
 
 log = logging.getLogger("magi2.nodes")
 
@@ -63,6 +64,15 @@ def describe(error: Magi2Error) -> str:
     return _MISLEADING.sub("out of VRAM", "\n".join(lines))
 
 
+def _can_be_logged(error: BaseException) -> bool:
+    """Whether the host's log takes the traceback; a lone surrogate in it ends the host's worker thread."""
+    try:
+        "".join(traceback.format_exception(error)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def guarded(execute: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a node's `execute`: only the host's interrupt, KeyboardInterrupt and NodeError or other ordinary exceptions get out."""
 
@@ -76,8 +86,12 @@ def guarded(execute: Callable[..., Any]) -> Callable[..., Any]:
         except Magi2Error as error:
             raise NodeError(describe(error)) from error
         except BaseException as error:
-            if is_interrupt(error) or isinstance(error, (Exception, KeyboardInterrupt)):
+            if is_interrupt(error) or isinstance(error, KeyboardInterrupt):
                 raise
+            if isinstance(error, Exception):
+                if _can_be_logged(error):
+                    raise
+                raise NodeError(writable(f"{type(error).__name__}: {error}")) from None
             raise NodeError(f"{type(error).__name__} in a MAGI-2 node: {error}. The queue goes on; please report this.") from error
 
     return run

@@ -1,7 +1,9 @@
 """Where the nodes look for checkpoints and latent files, and where they write: through the host's folder settings only."""
 
+import contextlib
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -21,6 +23,8 @@ log = logging.getLogger("magi2.nodes")
 
 LATENT_SUFFIX = ".safetensors"
 LATENT_DEPTH = 2
+_LISTED = re.compile(r"(.*?)(?: \[(output|input)\])?", re.DOTALL)
+"""A name of `latent_names`; brackets may also stand in the file's own name."""
 
 
 def register() -> None:
@@ -72,26 +76,40 @@ def latent_names() -> list[str]:
             folders[:] = [] if depth >= LATENT_DEPTH else [name for name in folders if not name.startswith(".")]
             for name in files:
                 path = Path(folder, name)
-                if name.endswith(LATENT_SUFFIX):
-                    found.append((path.stat().st_mtime, f"{path.relative_to(root).as_posix()} [{kind}]"))
+                if name.endswith(LATENT_SUFFIX) and os.path.isfile(path):  # a link may lead nowhere, and hides no node
+                    with contextlib.suppress(OSError):  # it may go in this moment
+                        found.append((path.stat().st_mtime, f"{path.relative_to(root).as_posix()} [{kind}]"))
     return [name for _, name in sorted(found, reverse=True)]
 
 
 def latent_path(name: str) -> Path:
     """The file of a name from `latent_names`, a path below the input folder without the bracket. Raises RequestError."""
-    plain, _, kind = name.strip().replace("\\", "/").partition(" [")
-    root = _roots().get(kind.rstrip("]") or "input")
-    path = None if root is None else (root / plain).resolve()
-    if root is None or path is None or not path.is_relative_to(root.resolve()):
-        raise RequestError(f"latent file {name!r}: must lie in ComfyUI's input or output folder.")
-    if not path.is_file():
-        raise RequestError(f"latent file {name!r} does not exist. Press R to read the folders again and choose one that is listed.")
-    return path
+    for form in dict.fromkeys((name, name.strip(), name.strip().replace("\\", "/"))):
+        listed = _LISTED.fullmatch(form)
+        assert listed is not None
+        root = _roots()[listed[2] or "input"]
+        try:
+            path = (root / listed[1]).resolve()
+            is_inside = path.is_relative_to(root.resolve())
+        except (OSError, RuntimeError, ValueError):  # a link to itself, a name that no file can have
+            continue
+        if not is_inside:
+            raise RequestError(f"latent file {name!r}: must lie in ComfyUI's input or output folder.")
+        if os.path.isfile(path):
+            return path
+    raise RequestError(f"latent file {name!r} does not exist. Press R to read the folders again and choose one that is listed.")
 
 
 def next_output(prefix: str, suffix: str) -> tuple[Path, str]:
-    """The next free file of `prefix` in the output folder, and its subfolder as the host names it. The host refuses paths outside."""
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
+    """The next free file of `prefix` in the output folder, and its subfolder as the host names it. Raises RequestError, also for a path
+    outside, which the host refuses with a plain Exception."""
+    try:
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].strip("* ")
+        raise RequestError(
+            f"filename_prefix {prefix!r} cannot be used ({reason}). Give a folder and a name below the output folder."
+        ) from error
     return Path(folder) / f"{name}_{counter:05}_{suffix}", subfolder
 
 

@@ -61,17 +61,20 @@ class LoadLatent(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, latent_file: str) -> bool | str:
-        """Refuses a file that is not there when the prompt is queued; takes names saved on Windows."""
+    def validate_inputs(cls, latent_file: str | None) -> bool | str:
+        """Refuses a file that is not there when the prompt is queued; takes names saved on Windows. A wired name comes as None."""
         try:
-            folders.latent_path(latent_file)
+            if latent_file is not None:
+                folders.latent_path(latent_file)
         except Magi2Error as error:
             return str(error)
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, latent_file: str) -> str:
-        """Another size or time of the file is another file."""
+    def fingerprint_inputs(cls, latent_file: str | None) -> str:
+        """Another size or time of the file is another file; a wired name is known only when the node runs."""
+        if latent_file is None:
+            return "wired"
         try:
             facts = folders.latent_path(latent_file).stat()
         except (Magi2Error, OSError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from comfy_api.latest import InputImpl
 from torch import Tensor
 
 from magi2_core.backend.files import DecodeToFileRequest
@@ -16,6 +17,7 @@ from magi2_core.media.mux import CRF, replace_audio, write_video
 from magi2_core.request import DecodeRequest, Progress
 
 from . import folders
+from .compat import is_interrupt
 from .feedback import Feedback
 from .jobs import raise_interrupt, stop_requested
 
@@ -38,6 +40,8 @@ class MuxInputs:
         waveform = self.audio.get("waveform") if isinstance(self.audio, dict) else None
         if not isinstance(waveform, Tensor) or waveform.ndim != 3 or not isinstance(self.audio.get("sample_rate"), int):
             raise RequestError("Audio Mux: audio must be a ComfyUI AUDIO with a waveform [1, channels, samples] and a sample rate.")
+        if self.images is not None and not isinstance(self.images, Tensor):
+            raise RequestError(f"Audio Mux: images are a {type(self.images).__name__}, expected a ComfyUI IMAGE batch. Batch them first.")
         if waveform.shape[0] != 1:
             raise RequestError(f"Audio Mux: audio is a batch of {waveform.shape[0]} clips. Pick one of them first.")
 
@@ -93,8 +97,25 @@ def _chunks(images: Tensor, feedback: Feedback) -> Iterator[Tensor]:
 def _source(video: Any, path: Path) -> Path:
     """The file of a VIDEO; one that has none, or is no mp4, is written to a temporary file first."""
     stream = video.get_stream_source() if hasattr(video, "get_stream_source") else None
-    if isinstance(stream, str) and Path(stream).suffix.lower() in (".mp4", ".m4v", ".mov"):
+    if isinstance(stream, str) and Path(stream).suffix.lower() in (".mp4", ".m4v", ".mov") and not _is_part(video, stream):
         return Path(stream)
     source = path.with_name(f"{path.stem}_source.mp4")
-    video.save_to(str(source))
+    try:
+        video.save_to(str(source))
+    except Exception as error:
+        source.unlink(missing_ok=True)
+        if is_interrupt(error):
+            raise
+        name = Path(stream).name if isinstance(stream, str) else "of this input"
+        raise RequestError(
+            f"Audio Mux: the video {name} cannot be written as an mp4 ({error}). Convert it to an H.264 mp4 first."
+        ) from error
     return source
+
+
+def _is_part(video: Any, file: str) -> bool:
+    """Whether a VIDEO is a cut of its file: later hosts cut a video without writing it anew, and name the whole file all the same."""
+    try:
+        return abs(video.get_duration() - InputImpl.VideoFromFile(file).get_duration()) > 0.001
+    except Exception:
+        return False  # what reads it next says what is wrong with it

@@ -42,6 +42,7 @@ TABLE = [
     ("size_malformed", [*PROMPT, "--size", "896x"], 2, "not understood"),
     ("refine_size", [*PROMPT, "--refine-size", "1920x1080"], 2, "Nearest: 1920x1072 or 1920x1088"),
     ("output_size_odd", [*PROMPT, "--output-size", "113x64"], 2, "both sides must be even"),
+    ("output_size_enormous", [*PROMPT, "--output-size", "100000x100000"], 2, "both sides must be even, from 2 to 16384"),
     ("seconds", [*PROMPT, "--seconds", "5"], 2, "the model makes 10 s clips"),
     ("seconds_experimental", [*PROMPT, "--seconds", "11", "--experimental-seconds"], 2, "2 to 10 are allowed"),
     ("steps_zero", [*PROMPT, "--steps", "0"], 2, "steps 0: must be a whole number from 1 to 1000"),

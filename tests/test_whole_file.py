@@ -124,3 +124,9 @@ def test_reservation_without_locks_is_the_file_itself(tmp_path: Path, monkeypatc
     own.release()
     assert other.take()
     other.release()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_whole_file_name_that_is_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutputError, match="is no name for a file"), whole_file(tmp_path / name):
+        raise AssertionError("nothing can be written")

@@ -5,6 +5,7 @@ later failure or Ctrl-C loses nothing: sampling can be resumed, decoding and ref
 """
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ def say(text: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; raises Magi2Error. Returns 0."""
+    fleet.settle(options)
     plan = make_plan(options)
     if plan.checkpoint.is_embedded and not options.checkpoint:
         say("No --checkpoint given: using the embedded nano, a small trained model of one moving shape with a sound (see README.md).")
@@ -109,7 +111,7 @@ def _keep(plan: Plan, latents: Latents, bar: ProgressBar) -> None:
     bar.finish()
     path = plan.files.beside("partial")
     save_latents(latents, path)
-    say(f"kept the state of the stopped run in {path}; go on with: generate --resume {path}")
+    say(f"kept the state of the stopped run in {path}; go on with: generate --resume {shlex.quote(str(path))}")
 
 
 def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: ProgressBar) -> None:
@@ -140,7 +142,7 @@ def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: P
 
 
 def _with_hint(error: Magi2Error, saved: Path | None) -> str:
-    return str(error) if saved is None else f"{error} The latents are kept; go on with: generate --from-latents {saved}"
+    return str(error) if saved is None else f"{error} The latents are kept; go on with: generate --from-latents {shlex.quote(str(saved))}"
 
 
 def _save(plan: Plan, options: argparse.Namespace, latents: Latents, kind: str) -> Path | None:

@@ -94,7 +94,9 @@ def container_tags(metadata: Mapping[str, Any]) -> dict[str, str]:
     title = str(cleaned.pop("title", "") or cleaned.get("prompt", "")).strip()
     first_line = title.splitlines()[0] if title else "MAGI-2 clip"
     title = first_line if len(first_line) <= TITLE_LENGTH else first_line[: TITLE_LENGTH - 3] + "..."
-    return {"title": title.replace("\0", ""), "comment": json.dumps(cleaned, ensure_ascii=False, allow_nan=True)}
+    tags = {"title": title.replace("\0", ""), "comment": json.dumps(cleaned, ensure_ascii=False, allow_nan=True)}
+    # half a character (a lone surrogate, from a damaged latent file) has no bytes; a clip must not fail over it
+    return {name: text.encode("utf-8", "replace").decode("utf-8") for name, text in tags.items()}
 
 
 def parse_metadata(tags: Mapping[str, str]) -> dict[str, Any] | None:

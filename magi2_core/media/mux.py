@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from magi2_core.errors import DependencyError, Interrupted, OutputError, RequestError
+from magi2_core.request import MAX_OUTPUT_SIDE
 from magi2_core.shapes import SAMPLE_RATE
 from magi2_core.whole_file import whole_file
 
@@ -73,7 +74,9 @@ def prepare_waveform(waveform: Tensor, sample_rate: int) -> Tensor:
     if waveform.ndim == 3 and waveform.shape[0] == 1:
         waveform = waveform[0]
     if waveform.ndim != 2 or waveform.shape[0] not in (1, 2) or waveform.shape[1] == 0 or not waveform.is_floating_point():
-        raise RequestError(f"waveform is {waveform.dtype} {tuple(waveform.shape)}: expected float [2, samples] or [1, 2, samples].")
+        raise RequestError(
+            f"waveform is {waveform.dtype} {tuple(waveform.shape)}: expected float [2, samples] or [1, 2, samples]. Mix it down to stereo or mono."
+        )
     if sample_rate <= 0:
         raise RequestError(f"sample rate {sample_rate}: must be positive.")
     waveform = waveform.detach().to("cpu", torch.float32)
@@ -87,6 +90,8 @@ def prepare_waveform(waveform: Tensor, sample_rate: int) -> Tensor:
 
 
 def _check_even(width: int, height: int) -> None:
+    if max(width, height) > MAX_OUTPUT_SIDE:
+        raise RequestError(f"video size {width}x{height}: H.264 takes sides up to {MAX_OUTPUT_SIDE}. Make the pictures smaller.")
     if width % 2 == 0 and height % 2 == 0 and min(width, height) >= 2:
         return
     low, high = [max(2, side // 2 * 2) for side in (width, height)], [max(2, -(-side // 2) * 2) for side in (width, height)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from magi2_core.audio.oobleck import decode_audio
 from magi2_core.config import GenerationDefaults
-from magi2_core.errors import Interrupted
+from magi2_core.errors import Interrupted, RequestError
 from magi2_core.media.frames import resize_frames
 from magi2_core.media.image import prepare_reference
 from magi2_core.model.refiner_velocity import RefinerVelocity
@@ -80,7 +80,7 @@ def encode(parts: Parts, request: EncodeRequest, hooks: StageHooks) -> Condition
     texts = [prompt, negative] if negative else [prompt]
     missing = [text for text in dict.fromkeys(texts) if text_hash(text) not in parts.text_cache]
     if missing:
-        found = parts.first(lambda: _encode_texts(parts, missing, hooks))
+        found = parts.first(lambda: _encode_texts(parts, missing, negative if negative != prompt else "", hooks))
         for text in missing:
             key = text_hash(text)
             parts.text_cache[key] = EncodedText(features=found[f"{key}.features"], figure=found[f"{key}.figure"])
@@ -96,13 +96,16 @@ def encode(parts: Parts, request: EncodeRequest, hooks: StageHooks) -> Condition
     )
 
 
-def _encode_texts(parts: Parts, texts: list[str], hooks: StageHooks) -> dict[str, Tensor]:
-    """Features and figure tokens of `texts` by their hashes."""
+def _encode_texts(parts: Parts, texts: list[str], negative: str, hooks: StageHooks) -> dict[str, Tensor]:
+    """Features and figure tokens of `texts` by their hashes; an error of `negative` says that it is the negative prompt's."""
     found: dict[str, Tensor] = {}
     with parts.use("text_encoder") as encoder:
         for number, text in enumerate(texts):
             _stop_here(hooks, f"encode: cancelled after {number} of {len(texts)} texts.")
-            encoded = encoder.encode(text)
+            try:
+                encoded = encoder.encode(text)
+            except RequestError as error:
+                raise RequestError(f"negative prompt: {error}" if text == negative else str(error)) from None
             encoded = replace(encoded, features=encoded.features.to(torch.bfloat16))
             key = text_hash(text)
             found |= {f"{key}.features": encoded.features.cpu(), f"{key}.figure": figure_feature(encoded, text, 1).cpu()}

@@ -80,3 +80,8 @@ def test_redact_for_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_parse_metadata_nested_deep_is_not_ours() -> None:
     assert metadata.parse_metadata({"comment": '{"a":' * 20_000 + "1" + "}" * 20_000}) is None
+
+
+def test_container_tags_half_a_character_becomes_a_question_mark() -> None:
+    tags = metadata.container_tags(metadata.build_metadata(latents(prompt="a \ud800 cat", settings={"x": "\udcff"})))
+    assert tags["title"] == "a ? cat" and all(text.encode() for text in tags.values())

@@ -18,6 +18,8 @@ def test_memory_guard_translates_the_allocators_error() -> None:
 def test_memory_guard_translates_the_hosts_error() -> None:
     with pytest.raises(OutOfMemoryError, match="decode"), memory_guard("decode", CPU, lambda: "smaller"):
         raise MemoryError
+    with pytest.raises(OutOfMemoryError, match="decode"), memory_guard("decode", CPU, lambda: "smaller"):
+        torch.empty(1 << 46, dtype=torch.float64)
 
 
 def test_memory_guard_passes_other_errors() -> None:

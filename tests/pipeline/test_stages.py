@@ -158,6 +158,8 @@ def test_encode_negative_prompt_of_checkpoint_and_pack(nano: Pipeline, condition
 def test_encode_refuses_a_long_prompt_with_its_count(nano: Pipeline) -> None:
     with pytest.raises(RequestError, match=r"\d{4,} tokens.*7000"):
         nano.encode(EncodeRequest(prompt="circle " * 8000))
+    with pytest.raises(RequestError, match=r"^negative prompt: .*\d{4,} tokens.*7000"):
+        nano.encode(EncodeRequest(prompt="a circle", negative_prompt="circle " * 8000))
 
 
 def test_refine_doubles_time_and_keeps_audio(nano: Pipeline, finished: Latents, conditioning: Conditioning) -> None:
