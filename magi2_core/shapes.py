@@ -131,5 +131,5 @@ def check_seconds(seconds: float, experimental: bool = False) -> None:
     if experimental:
         raise RequestError(f"seconds {seconds:g}: with the experimental switch, {MIN_EXPERIMENTAL_SECONDS:g} to {SECONDS:g} are allowed.")
     raise RequestError(
-        f"seconds {seconds:g}: the model makes {SECONDS:g} s clips. For 2 to 10 s switch on experimental durations (quality is untested)."
+        f"seconds {seconds:g}: the model makes {SECONDS:g} s clips. For 2 to 10 s add --experimental-seconds (quality is untested)."
     )

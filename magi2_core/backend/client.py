@@ -222,9 +222,22 @@ class BackendClient:
         if self.spec.address.startswith("tcp:") and not token:
             token = find_token(runtime.prepare(self._folder), self.spec.address)
         try:
-            return self._greet(self.spec.address, token)
+            connection = self._greet(self.spec.address, token)
         except Closed as error:
-            raise BackendDiedError(f"{error} Start a head there: python -m magi2_core serve ...") from None
+            raise BackendDiedError(f"{error} Start a fleet there: python -m magi2_core serve ...") from None
+        if self.spec.checkpoint and self.spec.address.startswith("unix:"):
+            self._check_checkpoint(connection)
+        return connection
+
+    def _check_checkpoint(self, connection: Connection) -> None:
+        """Raises RequestError when the fleet of this machine serves another checkpoint: sizes and steps of a request come from its own."""
+        record = runtime.read_runtime_file(Path(self._welcome["folder"]).parent, str(self._welcome["key"]))
+        served = "" if record is None else str(record.spec.get("checkpoint", ""))
+        if served and Path(served).resolve() != Path(self.spec.checkpoint).resolve():
+            connection.close()
+            raise RequestError(
+                f"the fleet at {self.spec.address} serves {served}, not {self.spec.checkpoint}. Choose one of the two for both."
+            )
 
     def _greet(self, address: str, token: str) -> Connection:
         connection = connect(address)

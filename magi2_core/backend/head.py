@@ -155,7 +155,7 @@ class Head:
         if name == "shutdown":
             link.send(Letter(header={"kind": "answer", "number": number, "data": True}))
             link.close(FLUSH_SECONDS)
-            threading.Thread(target=self.end, args=("a client asked for it",), daemon=True).start()
+            threading.Thread(target=self.end, args=("`kill` or a client asked for it",), daemon=True).start()
             return
         if name == "release":
             threading.Thread(target=self._release_and_answer, args=(link, number), name="magi2-release", daemon=True).start()
@@ -227,6 +227,8 @@ class Head:
             self.end("released or idle, and no client is connected")
 
     def _run(self, job: Job) -> None:
+        if self._ending.locked():
+            threading.Event().wait()
         self._tell_places()
         begun = time.monotonic()
         try:
@@ -266,6 +268,8 @@ class Head:
         return {**header, "message": message, "frames": None}, path
 
     def _end_job(self, job: Job, header: dict[str, Any], body: Path | None = None) -> None:
+        if job.state == "finished":  # it was told that the fleet ends
+            return
         job.drop_request()
         letter = Letter(header=header, body=body)
         job.letters = [letter]
@@ -283,13 +287,32 @@ class Head:
             job.partial = [*job.partial, letter]
             job.send(letter)
 
+    def _tell_ended(self, reason: str) -> list[Link]:
+        """Ends every unfinished job with the reason, which is not the fault of a worker; returns the clients that must still hear it."""
+        told = []
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            for job in self.book.of(link.id):
+                self.book.cancel_waiting(job)
+                text = (
+                    f"{job.stage}: the fleet {self.name} was ended while the job ran or waited ({reason}). Send it again to another fleet."
+                )
+                self._end_job(job, error_header(job.id, BackendDiedError(text)))
+                told.append(link)
+        return told
+
     def end(self, reason: str) -> None:
         """Ends the workers and this process, and removes every file but the logs. Does not return."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
         log.info("ending: %s", reason)
+        told = self._tell_ended(reason)
         self.fleet.kill()
         self._server.close()
+        until = time.monotonic() + FLUSH_SECONDS
+        for link in told:
+            link.close(max(0.0, until - time.monotonic()))
         runtime.remove_stale(self.folder, self.name)
         if self.spec.mode == "auto":
             (self.folder / f"{self.name}.lock").unlink(missing_ok=True)  # nobody else may ever want this name
@@ -317,7 +340,7 @@ def run_head(
     runtime.remove_stale(folder, name)
     head = Head(name, spec, folder, address)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: threading.Thread(target=head.end, args=("a signal",), daemon=True).start())
+        signal.signal(number, lambda *_: threading.Thread(target=head.end, args=("Ctrl-C or SIGTERM",), daemon=True).start())
     if spec.mode == "auto":
         deathwatch.watch_parent(head.end, death_signal=signal.SIGTERM)
     threading.Thread(target=head.accept, name="magi2-accept", daemon=True).start()

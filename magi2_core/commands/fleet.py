@@ -50,14 +50,14 @@ def _serve(options: argparse.Namespace) -> int:
     code = run_head(spec.key, spec, folder, options.listen, on_ready=say)
     if code == HEAD_EXISTS:
         raise BackendBusyError(
-            f"a head for this checkpoint and these devices runs already ({spec.key}). Use it, or end it: kill {spec.key}"
+            f"a fleet for this checkpoint and these devices runs already: {spec.key}. Use it (`ps` has its address), or end it: kill {spec.key}"
         )
     return code
 
 
-def _ask(record: runtime.RuntimeFile, folder: Path) -> BackendClient:
+def _ask(address: str, folder: Path) -> BackendClient:
     """A client attached to a head that is there already."""
-    client = BackendClient(BackendSpec(checkpoint="", mode="attach", address=record.address), folder)
+    client = BackendClient(BackendSpec(checkpoint="", mode="attach", address=address), folder)
     client.connect()
     return client
 
@@ -77,7 +77,7 @@ def _ps(options: argparse.Namespace) -> int:
             line["state"] = "dead"
         else:
             try:
-                client = _ask(record, folder)
+                client = _ask(record.address, folder)
                 line |= describe(client.status())
                 client.close()
             except Magi2Error as error:
@@ -93,6 +93,10 @@ def describe(status: dict[str, Any]) -> dict[str, Any]:
     fleet, job = status["fleet"], status["job"]
     facts: dict[str, Any] = {"state": "busy" if job else "warm" if fleet["up"] else "idle", "ranks": len(fleet["ranks"])}
     facts |= {"layout": fleet["layout"], "waiting": len(status["queue"]), "clients": status["clients"] - 1}
+    for name, key in (("memory_gb", "memory_bytes"), ("device_gb", "peak_bytes")):
+        most = max((rank.get(key) or 0 for rank in fleet["ranks"]), default=0)
+        if most:
+            facts[name] = round(most / 1e9, 2)
     if job:
         facts["job"] = f"{job['stage']} {job['step']}/{job['total']}"
     return facts
@@ -108,6 +112,8 @@ def _kill(options: argparse.Namespace) -> int:
     for record in records:
         _end(record, folder)
         sys.stdout.write(f"ended {record.key}\n")
+    if not records:
+        sys.stderr.write("no fleet is running\n")
     return 0
 
 
@@ -115,7 +121,7 @@ def _end(record: runtime.RuntimeFile, folder: Path) -> None:
     """Asks a head to end; kills it when it does not; removes what it left."""
     if runtime.is_alive(record.pid, record.started):
         with contextlib.suppress(Magi2Error):
-            _ask(record, folder).shutdown()
+            _ask(record.address, folder).shutdown()
         if not runtime.wait_gone([record.pid], STOP_SECONDS):
             os.kill(record.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
             if not runtime.wait_gone([record.pid], STOP_SECONDS):
@@ -124,6 +130,29 @@ def _end(record: runtime.RuntimeFile, folder: Path) -> None:
     if lock.acquire():
         runtime.remove_stale(folder, record.key)
         lock.release()
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Checks the options of `generate` that choose a fleet; without --checkpoint takes that of the fleet to attach to. Raises RequestError."""
+    given = [name for name in ("devices", "layout") if getattr(options, name) != "auto"]
+    if options.backend == "local" and given:
+        raise RequestError(f"--{given[0]} has no effect on one process. Add --backend auto (or keep), or leave it out.")
+    if options.backend != "attach":
+        if options.address:
+            raise RequestError("--address is for --backend attach. Add that, or leave it out.")
+        return
+    given += [name for name in ("dtype", "kernels") if getattr(options, name)]
+    if given:
+        raise RequestError(f"--{given[0]} was settled when the fleet was started with `serve`. Leave it out.")
+    if options.checkpoint:
+        return
+    client = _ask(options.address or "", runtime.prepare())
+    try:
+        options.checkpoint = str(client.status()["checkpoint"])
+    finally:
+        client.close()
+    if not Path(options.checkpoint).is_dir():
+        raise RequestError(f"the fleet serves {options.checkpoint}, which is not on this machine. Name its copy here with --checkpoint.")
 
 
 def open_pipeline(plan: Plan, options: argparse.Namespace, hooks: StageHooks) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 COMMANDS = ("serve", "ps", "kill")
 
 SERVE = """\
-Keeps the model on all devices of this machine and serves it: ComfyUI and the command line attach to it, one job runs at a time. Runs
-until Ctrl-C, SIGTERM or `kill`. Prints the address to attach to.
+Keeps the model on all devices of this machine and serves it: ComfyUI and the command line attach to it, one job runs at a time. The
+first job loads it. Runs until Ctrl-C, SIGTERM or `kill`. Prints the address to attach to.
 
 examples:
   {program} serve --checkpoint /models/MAGI-2-preview
@@ -16,14 +16,15 @@ examples:
 """
 
 PS = """\
-Lists the heads of this machine: who runs, with how many workers, what they do.
+Lists this user's fleets on this machine, one JSON object a line: name (key), address, checkpoint, workers (ranks), layout, state
+(idle: not loaded, warm: loaded, busy), jobs that wait, the running job, and the most host and device memory that a worker has taken (GB).
 
 example:
   {program} ps
 """
 
 KILL = """\
-Ends a head and its workers: the one that is named, or all. Asks first; one that does not answer is killed.
+Ends a fleet, also in the middle of a job: the one that is named, or all. Asks first; one that does not answer is killed.
 
 examples:
   {program} kill 0123456789ab
@@ -37,13 +38,17 @@ def add_commands(commands: Callable[[str, str, str], argparse.ArgumentParser], p
     serve.add_argument("--checkpoint", metavar="NAME|DIR", help="name or folder of a checkpoint (default: the embedded nano)")
     serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="arithmetic (default: auto)")
     serve.add_argument("--kernels", choices=("auto", "triton", "reference"), default="auto", help="which kernels (default: auto)")
-    serve.add_argument("--idle-minutes", type=float, default=30, metavar="N", help="give memory back after so long without work; 0 never")
-    serve.add_argument("--step-seconds", type=float, default=900, metavar="N", help="a step longer than this counts as hung; 0 never")
+    serve.add_argument(
+        "--idle-minutes", type=float, default=30, metavar="N", help="give memory back after so long without work; 0 never (default: 30)"
+    )
+    serve.add_argument(
+        "--step-seconds", type=float, default=900, metavar="N", help="a step longer than this counts as hung; 0 never (default: 900)"
+    )
     serve.add_argument("--listen", default="", metavar="ADDRESS", help="tcp:HOST:PORT instead of a socket file; needs the printed token")
     add_devices(serve)
     commands("ps", "list running fleets", PS.format(program=program))
     kill = commands("kill", "end a fleet", KILL.format(program=program))
-    kill.add_argument("key", nargs="?", default="", help="as `ps` lists it")
+    kill.add_argument("key", nargs="?", default="", metavar="NAME", help="as `ps` lists it")
     kill.add_argument("--all", action="store_true", help="every fleet of this user")
 
 

@@ -261,3 +261,52 @@ def test_serve_ends_on_ctrl_c(tiny: Path, folder: Path) -> None:
     assert address.startswith("unix:")
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 0 and not Path(address.removeprefix("unix:")).exists()
+
+
+def test_a_fleet_that_is_ended_says_so_to_its_jobs(tiny: Path, folder: Path, sample: Callable) -> None:
+    process, address = serve(folder, "--checkpoint", str(tiny), "--devices", "cpu")
+    client = BackendClient(BackendSpec(checkpoint="", mode="attach", address=address), folder)
+    running = client.submit(sample(num_inference_steps=900))
+    waiting = client.submit(sample(num_inference_steps=900))
+    while (event := running.next_event(60)) is not None and not (event.kind == "progress" and event.value.stage == "preview"):
+        pass
+    assert event is not None
+    other = BackendClient(client.spec, folder)
+    other.connect()
+    other.shutdown()
+    for job in (running, waiting):
+        with pytest.raises(BackendDiedError, match=r"fleet [0-9a-f]{12} was ended while the job ran or waited \(`kill`"):
+            job.result(20)
+    assert process.wait(10) == 0
+
+
+def test_generate_takes_the_checkpoint_of_the_fleet_it_attaches_to(
+    tiny: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.setenv("MAGI2_RUNTIME_DIR", str(folder))
+    process, address = serve(folder, "--checkpoint", str(tiny), "--devices", "cpu")
+    attach = ["generate", "--prompt", "x", "--backend", "attach", "--address", address, "--steps", "1", "--output", str(tmp_path / "a.mp4")]
+    assert cli.main([*attach, "--checkpoint", "nano"]) == RequestError.exit_code
+    assert str(tiny) in capsys.readouterr().err
+    assert cli.main([*attach, "--size", "32x32", "--stop-after", "1"]) == 0
+    said = capsys.readouterr()
+    assert "nano" not in said.err
+    pool.close()
+    assert cli.main(["kill", "--all"]) == 0
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        (["--layout", "cp2ep2"], "--layout"),
+        (["--devices", "cpu,cpu"], "--devices"),
+        (["--address", "unix:/x.sock"], "--backend attach"),
+        (["--backend", "keep", "--address", "unix:/x.sock"], "--backend attach"),
+        (["--backend", "attach", "--address", "unix:/x.sock", "--layout", "cp2ep2"], "serve"),
+        (["--backend", "attach", "--address", "unix:/x.sock", "--dtype", "bfloat16"], "serve"),
+    ],
+)
+def test_generate_refuses_options_of_a_fleet_it_would_not_look_at(options: list[str], named: str, capsys) -> None:
+    assert cli.main(["generate", "--prompt", "x", *options]) == RequestError.exit_code
+    assert named in capsys.readouterr().err
