@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from magi2_core import cli
 from magi2_core.commands import doctor
@@ -53,6 +55,29 @@ def test_generate_resume_equals_one_run(clip: Path, tmp_path: Path, capsys: pyte
     assert cli.main(["generate", "--resume", str(partial), "--device", "cpu", "--output", str(output)]) == 0
     resumed, whole = (load_latents(path.with_name("clip.latents.safetensors")) for path in (output, clip))
     assert resumed.sha256() == whole.sha256()
+
+
+def test_generate_names_the_whole_command_that_goes_on(
+    tmp_path: Path, nano_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, picture = tmp_path / "clip.mp4", tmp_path / "first frame.png"
+    Image.new("RGB", (40, 40), "green").save(picture)
+    refine = ["--checkpoint", str(nano_folder), "--image", str(picture), "--refine-size", "64x64", "--refiner-steps", "3"]
+    assert cli.main([*QUICK, *refine, "--steps", "2", "--stop-after", "1", "--output", str(output)]) == 0
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if "go on with: " in line]
+
+    def press(bar: ProgressBar, event: Progress) -> None:
+        if event.stage == "refine":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressBar, "__call__", press)
+        assert cli.main([*shlex.split(line.split("go on with: ")[1]), "--device", "cpu", "--output", str(output)]) == 130
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--refine-size 64x64" in line
+    assert cli.main([*shlex.split(line.split("go on with: ")[1]), "--device", "cpu", "--output", str(output)]) == 0
+    assert probe(output)["width"] == 64
 
 
 def test_generate_ctrl_c_keeps_the_state(

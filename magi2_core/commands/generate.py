@@ -27,7 +27,7 @@ from magi2_core.trained import describe_untrained
 
 from . import fleet
 from .cancel import Cancel
-from .plan import Plan, fill_sample, free_clips, make_plan
+from .plan import REFINER_OPTIONS, Plan, fill_sample, free_clips, make_plan
 from .progress import ProgressBar, clock_text
 
 
@@ -84,7 +84,7 @@ def _run_stages(plan: Plan, options: argparse.Namespace) -> None:
     started = time.monotonic()
     bar = ProgressBar()
     with Cancel() as cancel:
-        hooks = StageHooks(progress=bar, should_stop=cancel.requested, on_partial=lambda latents: _keep(plan, latents, bar))
+        hooks = StageHooks(progress=bar, should_stop=cancel.requested, on_partial=lambda latents: _keep(plan, options, latents, bar))
         try:
             _generate(plan, options, hooks, bar)
         finally:
@@ -106,12 +106,24 @@ def _enhanced(plan: Plan, options: argparse.Namespace) -> Plan:
     return replace(plan, encode=replace(plan.encode, prompt=prompt))
 
 
-def _keep(plan: Plan, latents: Latents, bar: ProgressBar) -> None:
+def _keep(plan: Plan, options: argparse.Namespace, latents: Latents, bar: ProgressBar) -> None:
     """Saves the state of a cut run."""
     bar.finish()
     path = plan.files.beside("partial")
     save_latents(latents, path)
-    say(f"kept the state of the stopped run in {path}; go on with: generate --resume {shlex.quote(str(path))}")
+    say(f"kept the state of the stopped run in {path}; go on with: {_again(plan, options, 'resume', path, True)}")
+
+
+def _again(plan: Plan, options: argparse.Namespace, way: str, path: Path, needs_text: bool) -> str:
+    """The command that goes on from saved latents, with the arguments that they do not hold. `needs_text`: more is sampled or refined."""
+    given = {way: path, "checkpoint": options.checkpoint}
+    if needs_text:
+        given["image"] = options.image
+        if plan.refine is not None:
+            given |= {"refine_size": f"{plan.refine.width}x{plan.refine.height}"}
+            given |= {name: getattr(options, name) for name in REFINER_OPTIONS}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["generate", *words])
 
 
 def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: ProgressBar) -> None:
@@ -122,7 +134,7 @@ def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: P
         assert conditioning is not None
         latents = pipeline.sample(fill_sample(plan, conditioning))
         if latents.solver is not None:
-            _keep(plan, latents, bar)
+            _keep(plan, options, latents, bar)
             return
     assert latents is not None
     saved = _save(plan, options, latents, "latents") if plan.sample is not None else Path(options.from_latents)
@@ -134,15 +146,12 @@ def _generate(plan: Plan, options: argparse.Namespace, hooks: StageHooks, bar: P
         clip = pipeline.decode(replace(plan.decode, latents=latents))
         bar.finish()
         _write(plan, latents, clip, hooks)
-    except Interrupted as error:
-        raise Interrupted(_with_hint(error, saved)) from error
     except Magi2Error as error:
-        raise type(error)(_with_hint(error, saved)) from error
+        if saved is None:
+            raise
+        again = _again(plan, options, "from_latents", saved, plan.refine is not None and latents.stage == "preview")
+        raise type(error)(f"{error} The latents are kept; go on with: {again}") from error
     _say_result(plan.files.video, latents, clip)
-
-
-def _with_hint(error: Magi2Error, saved: Path | None) -> str:
-    return str(error) if saved is None else f"{error} The latents are kept; go on with: generate --from-latents {shlex.quote(str(saved))}"
 
 
 def _save(plan: Plan, options: argparse.Namespace, latents: Latents, kind: str) -> Path | None:
