@@ -6,6 +6,7 @@ followed, and stopped by Ctrl-C. The exit code tells how it ended.
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -55,9 +56,13 @@ def run(options: argparse.Namespace) -> int:
     with Cancel() as cancel, _server(options, cancel.requested) as server:
         prompt = _prepare(server.client, workflow, options.set or [], target)
         prompt_id = server.client.queue_prompt(prompt, workflow.graph)
-        entry = _follow(server, prompt, prompt_id, cancel.requested)
-        _raise_failure(entry)
-        files = _fetch(server.client, entry, target)
+        try:
+            entry = _follow(server, prompt, prompt_id, cancel.requested)
+            _raise_failure(entry)
+            files = _fetch(server.client, entry, target)
+        except Magi2Error:
+            _rescue(server, target)
+            raise
     for text in host.output_texts(entry):
         say(text)
     say(f"Done in {clock_text(time.monotonic() - started)}." if files else "Done; the workflow saved no file.")
@@ -207,6 +212,24 @@ def _fetch(client: HostClient, entry: dict[str, Any], target: Target) -> list[Pa
         client.download(file, path)
         written.append(path)
     return written
+
+
+def _rescue(server: RunningHost | HeadlessHost, target: Target) -> None:
+    """Copies what a stopped or failed prompt left in the output folder of a ComfyUI that ends with this run: the state of a cut sampling
+    and what earlier nodes saved. Another ComfyUI keeps its folder."""
+    if not isinstance(server, HeadlessHost):
+        return
+    outputs = server.base / "output"
+    for source in sorted(path for path in outputs.rglob("*") if path.is_file() and not path.name.startswith(".")):
+        path = _free_name(target.folder / source.relative_to(outputs))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+        except OSError as error:
+            say(f"{path} could not be kept ({error.strerror or error}).")
+            continue
+        hint = "; go on with Load Latent and Sampling Options, or with: generate --resume" if path.name.startswith("cut_") else ""
+        say(f"Kept {path}{hint}")
 
 
 def _inner_parts(path: str) -> list[str]:

@@ -57,6 +57,27 @@ def test_headless_host_folder_and_arguments(tmp_path: Path) -> None:
     assert gone(pid) and not base.exists()
 
 
+def test_run_keeps_what_a_stopped_prompt_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    installation = fake(tmp_path, ANSWERING)
+    workflow = tmp_path / "workflow.json"
+    workflow.write_text('{"1": {"class_type": "Any", "inputs": {}}}')
+
+    def cut(server: HeadlessHost, *_: object) -> None:
+        (server.base / "output" / "magi2").mkdir()
+        (server.base / "output" / "magi2" / "cut_seed1_step2_00001_.safetensors").write_bytes(b"state")
+        raise Interrupted("the prompt was stopped.")
+
+    monkeypatch.setattr(run_command, "find_installation", lambda *_: installation)
+    monkeypatch.setattr(run_command, "_prepare", lambda *_: {})
+    monkeypatch.setattr(run_command.HostClient, "queue_prompt", lambda *_: "id")
+    monkeypatch.setattr(run_command, "_follow", cut)
+    output = tmp_path / "clips" / "clip.mp4"
+    assert cli.main(["run", str(workflow), "--comfyui", str(tmp_path), "--output", str(output)]) == 130
+    kept = output.parent / "magi2" / "cut_seed1_step2_00001_.safetensors"
+    assert kept.read_bytes() == b"state"
+    assert f"Kept {kept}; go on with" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_headless_host_that_ignores_the_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("magi2_core.host.start.STOP_SECONDS", 0.5)
