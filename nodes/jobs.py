@@ -43,7 +43,7 @@ def run_job(model: ModelHandle, request: Any, feedback: Feedback) -> Any:
     if beyond:
         log.warning("%s", beyond)
     try:
-        result = _follow(_connect(model, feedback).submit(request), feedback)
+        result = _follow(_submit(_connect(model, feedback), request), feedback)
         if beyond:
             feedback.say(beyond)  # the last line stays on the node
         return result
@@ -75,6 +75,29 @@ def _follow(job: Any, feedback: Feedback) -> Any:
     finally:
         if not finished:
             _cancel(job)
+
+
+def _submit(client: Any, request: Any) -> Any:
+    """The job of a request, sent beside the node: a backend that takes nothing (stopped, swapped out) must not hold the interrupt up."""
+    lock = threading.Lock()
+    kept: dict[str, Any] = {}
+
+    def send() -> Any:
+        job = client.submit(request)
+        with lock:
+            kept["job"] = job
+            if kept.get("is_left"):
+                job.cancel()
+        return job
+
+    try:
+        return wait_for(send)
+    except BaseException:
+        with lock:
+            kept["is_left"] = True
+            if "job" in kept:
+                kept["job"].cancel()
+        raise
 
 
 def _connect(model: ModelHandle, feedback: Feedback) -> Any:

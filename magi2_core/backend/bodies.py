@@ -25,6 +25,7 @@ class FileSink:
 
     def open(self, size: int) -> memoryview | None:
         """The mapped file; None when the disk has no room."""
+        runtime.restore(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if not runtime.has_room(self._path.parent, size):

@@ -22,12 +22,17 @@ from magi2_core.errors import BackendDiedError, Interrupted, Magi2Error
 from . import launcher, rpc, runtime
 from .launcher import Child
 from .spec import BackendSpec
+from .watchdog import WARM_UP_SECONDS
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 240.0
 SETTLE_SECONDS = 3.0
 """After the first failure of a rank, how long the others may take to end their part before they count as hung."""
+
+SILENCE_SECONDS = 30.0
+"""How much longer than the workers' own watchdog the head waits for any word: a process that was stopped, or is stuck in the kernel, cannot
+tell that it hangs."""
 
 REPORT_SECONDS = 1.0
 EXIT_SECONDS = 0.5
@@ -137,8 +142,12 @@ class Fleet:
         assert driver.process.stdout is not None
         for line in driver.process.stdout:
             try:
-                self._events.put((generation, "line", json.loads(line)))
-            except ValueError:
+                told = json.loads(line)
+            except (ValueError, RecursionError):
+                told = None
+            if isinstance(told, dict):
+                self._events.put((generation, "line", told))
+            else:  # a library printed something
                 log.warning("the driver wrote %r", line[:200])
 
     def _next(self, seconds: float | None) -> tuple[str, Any] | None:
@@ -194,8 +203,12 @@ class Fleet:
         number = self._call("run", {"number": job, "header": header, "body": None if body is None else str(body)})
         answers: dict[int, dict[str, Any]] = {}
         deadline: float | None = None
+        limit = self.spec.step_seconds
+        silence = limit + WARM_UP_SECONDS + SILENCE_SECONDS if limit else None
         while len(answers) < len(self._workers):
-            happened = self._next(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            happened = self._next(silence if deadline is None else max(0.0, deadline - time.monotonic()))
+            if happened is None and deadline is None:
+                self._fail_silent(silence)
             if happened is None:
                 break
             kind, value = happened
@@ -316,6 +329,17 @@ class Fleet:
         seconds = self.spec.step_seconds
         text = f"rank {rank} has not moved for {seconds:g} s in stage {place['stage']} after step {place['step']}; the fleet was ended. "
         raise self._detailed(BackendDiedError(text + self._tail_text(rank)), rank, place)
+
+    def _fail_silent(self, seconds: float | None) -> None:
+        """Nothing was heard for longer than the watchdogs of the ranks would take: a process is stopped, or stuck in the kernel."""
+        place = dict(self._place)
+        still = [child.name for child in [*self._workers, *([self._driver] if self._driver else [])] if runtime.state(child.pid) in "TtD"]
+        self.kill()
+        who = f"{', '.join(still)} does not run (stopped, or waits for the kernel)" if still else "no process says why"
+        text = f"nothing was heard of the workers for {seconds:g} s in stage {place['stage']} after step {place['step']}: {who}. "
+        raise self._detailed(
+            BackendDiedError(f"{text}The fleet was ended and starts anew with the next job. {self._tail_text(0)}"), 0, place
+        )
 
     def stop(self) -> None:
         """Ends a healthy generation: every process is asked, and killed when it does not listen."""

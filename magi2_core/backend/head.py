@@ -217,6 +217,8 @@ class Head:
             self._idle_since = time.monotonic()
 
     def _look_after_idle(self) -> None:
+        if self.is_local and not self._links and self.book.is_idle and not os.path.exists(self.address.removeprefix("unix:")):
+            self.end("its socket was removed, so no client can find it any more")
         limit = self.spec.idle_minutes * 60
         is_over = bool(limit) and time.monotonic() - self._idle_since >= limit
         is_unwanted = self._is_released and not self.book.kept()  # nobody will come for weights or results
@@ -252,8 +254,7 @@ class Head:
 
     def _done(self, job: Job, result: StageResult, seconds: float) -> tuple[dict[str, Any], Path | None]:
         metrics = {"stage": job.stage, "seconds": seconds, "generation": self.fleet.generation, "ranks": result.ranks}
-        metrics["request_bytes"] = job.body.stat().st_size if job.body is not None else 0
-        metrics["result_bytes"] = result.body.stat().st_size if result.body is not None else 0
+        metrics |= {"request_bytes": _size(job.body), "result_bytes": _size(result.body)}
         self._metrics = [*self._metrics[-7:], {"number": job.number, **metrics}]
         header = {"kind": "done", "job": job.id, "metrics": metrics}
         if result.frames is None or self.is_local:
@@ -319,6 +320,14 @@ class Head:
         for handler in logging.getLogger().handlers:
             handler.flush()
         os._exit(0)
+
+
+def _size(body: Path | None) -> int:
+    """Bytes of a file; 0 without one, or when somebody has cleared the runtime directory."""
+    try:
+        return 0 if body is None else body.stat().st_size
+    except OSError:
+        return 0
 
 
 def _progress(job: str, message: dict[str, Any], body: Path | None = None) -> Letter:

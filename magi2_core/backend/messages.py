@@ -63,6 +63,7 @@ def pack_to_file(value: Any, path: Path) -> tuple[Any, int]:
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    runtime.restore(path.parent)
     runtime.check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()), "the tensors of a job")
     try:
         safetensors.torch.save_file(dict(tensors), str(path))

@@ -36,6 +36,7 @@ def write_result(request: Any, result: Any, stem: Path, should_stop: Callable[[]
 
 def write_frames(frames: Tensor, path: Path) -> dict[str, Any]:
     """Puts uint8 [T, H, W, 3] into a file that the client maps. Raises OutputError when there is no room, before anything is written."""
+    runtime.restore(path.parent)
     runtime.check_room(path.parent, faults.pretended_size(frames.numel()), "the decoded clip")
     try:
         with open(path, "wb") as output:

@@ -5,6 +5,7 @@ the head ends), `<key>.sock`, `<key>.token` (loopback TCP only), `<key>/` (mappe
 directory with mode 0700 is used.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -67,6 +68,14 @@ def prepare(folder: Path | None = None) -> Path:
     return folder
 
 
+def restore(folder: Path) -> None:
+    """Makes a folder of the runtime directory again, every new one with mode 0700: systems clear /tmp and, at logout, /run/user."""
+    if not folder.is_dir():
+        for part in (*reversed(folder.parents), folder):
+            with contextlib.suppress(OSError):  # it is there, or its use says what is wrong
+                part.mkdir(mode=0o700)
+
+
 def socket_path(folder: Path, name: str) -> Path:
     """Name of a socket in the runtime directory. Raises RequestError when it is longer than the system allows."""
     path = folder / f"{name}.sock"
@@ -89,14 +98,21 @@ def start_ticks(pid: int) -> int:
         return 0
 
 
+def state(pid: int) -> str:
+    """The kernel's letter for what a process does (R, S, T stopped, Z gone but not waited for ...); R where the system does not tell, X for none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if sys.platform == "linux" else "R"
+    except (OSError, IndexError):
+        return "X"
+
+
 def is_alive(pid: int, started: int = 0) -> bool:
     """Whether the process runs (a zombie does not) and is the one that started then."""
     try:
         os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if sys.platform == "linux" else "R"
-    except (OSError, IndexError):
+    except OSError:
         return False
-    return state not in "ZX" and (not started or start_ticks(pid) in (0, started))
+    return state(pid) not in "ZX" and (not started or start_ticks(pid) in (0, started))
 
 
 def write_runtime_file(folder: Path, record: RuntimeFile) -> None:
