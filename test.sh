@@ -4,6 +4,10 @@
 # Tests that need a GPU, the released weights, a browser or many minutes are left out unless -m asks for them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+  echo "usage: $0 [--comfyui] [pytest arguments]   checks style and types, then runs the tests (many minutes) or those named, as tests/test_cli.py"
+  exit
+fi
 . .ci/setup.sh
 
 host=" and not comfyui"

@@ -155,7 +155,7 @@ def _check_target(folder: Path, overwrite: bool) -> list[str]:
     if not os.path.isdir(folder) or not any(folder.iterdir()):
         return []
     if not overwrite:
-        raise RequestError(f"{folder} is not empty. Choose a new folder.")
+        raise RequestError(f"{folder} is not empty. Choose a new folder, or add --overwrite to replace an earlier make-tiny.")
     listed = [*read_manifest(folder), MANIFEST_FILE] if (folder / MANIFEST_FILE).is_file() else []
     foreign = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix() not in listed]
     generation = folder / "generation.json"
