@@ -303,6 +303,14 @@ def test_progress_bar_on_a_terminal_redraws_one_line() -> None:
     assert second.rstrip() == "[########################] preview   2/2  1.50 s/step  ETA 0:00"
 
 
+def test_progress_bar_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    bar = ProgressBar(stream)
+    bar(Progress(stage="load", step=3, total=40, seconds_per_step=12.5, eta_seconds=460.0, message="text_encoder: shard 3/40"))
+    assert 40 < len(stream.getvalue().lstrip("\r")) < 60
+
+
 def test_progress_bar_in_a_file_prints_few_lines() -> None:
     stream, now = io.StringIO(), [0.0]
     bar = ProgressBar(stream, lambda: now[0])

@@ -1,5 +1,6 @@
 """The progress bar on stderr: stage, step, seconds a step and time left; plain lines when stderr is not a terminal."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -57,7 +58,9 @@ class ProgressBar:
             self.finish()
         self._stage = event.stage
         done = round(BAR_WIDTH * event.step / event.total) if event.total > 0 else 0
-        line = f"[{'#' * done}{'.' * (BAR_WIDTH - done)}] {describe(event)}"
+        line = f"[{'#' * done}{'.' * (BAR_WIDTH - done)}] {describe(event)}"[
+            : max(1, shutil.get_terminal_size().columns - 1)
+        ]  # a wrapped line cannot be drawn over
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
