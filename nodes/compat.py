@@ -16,7 +16,7 @@ from typing import Any
 import comfy.model_management
 from comfy_api.latest import io
 
-from magi2_core.errors import Interrupted, Magi2Error, writable
+from magi2_core.errors import Interrupted, Magi2Error, RequestError, writable
 
 log = logging.getLogger("magi2.nodes")
 
@@ -54,7 +54,8 @@ class NodeError(RuntimeError):
 def describe(error: Magi2Error) -> str:
     """The text of a pack's error for the node: the message, then rank, stage, step and the worker's last log lines."""
     lines = [str(error)]
-    details: dict[str, Any] = dict(getattr(error, "details", None) or {})
+    # a wrong request is not the worker's fault: where it was refused, and a log with a traceback, would only hide the reason
+    details: dict[str, Any] = {} if isinstance(error, RequestError) else dict(getattr(error, "details", None) or {})
     tail = details.pop("log", None) or details.pop("log_tail", None) or details.pop("tail", None)
     facts = ", ".join(f"{name} {value}" for name, value in details.items() if value not in (None, "", (), []))
     if facts:

@@ -5,11 +5,13 @@ covers browsers on loopback only.
 """
 
 import asyncio
+import json
 import logging
 from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from server import PromptServer
 
 from magi2_core.errors import Magi2Error
@@ -44,19 +46,33 @@ def is_foreign(request: web.Request) -> bool:
     if request.headers.get("Sec-Fetch-Site") == "cross-site":
         return True
     origin = request.headers.get("Origin")
-    return bool(origin) and urlsplit(str(origin)).netloc.lower() != request.headers.get("Host", "").lower()
+    try:
+        return bool(origin) and urlsplit(str(origin)).netloc.lower() != request.headers.get("Host", "").lower()
+    except ValueError:  # an origin that is no address is nobody's page here
+        return True
+
+
+async def _read_body(request: web.Request) -> Any:
+    """The JSON of a request, {} without one; None when it is none, whatever its headers say of it. Raises HTTPRequestEntityTooLarge."""
+    data = bytearray()
+    try:
+        async for part in request.content.iter_chunked(MAX_BODY):
+            data += part
+            if len(data) > MAX_BODY:
+                raise web.HTTPRequestEntityTooLarge(max_size=MAX_BODY, actual_size=len(data))
+        return json.loads(bytes(data).decode()) if data.strip() else {}
+    except (ValueError, RecursionError, web.RequestPayloadError, HttpProcessingError):
+        return None
 
 
 async def release(request: web.Request) -> web.Response:
     """Releases every fleet. Takes an empty body or {}; refused while a job runs unless {"force": true}."""
     if is_foreign(request):
         return web.json_response({"error": "this page belongs to another site; release the fleet from ComfyUI itself."}, status=403)
-    if (request.content_length or 0) > MAX_BODY:
-        return web.json_response({"error": f"the body is too long: at most {MAX_BODY} bytes."}, status=413)
     try:
-        body: Any = await request.json() if request.content_length else {}
-    except ValueError:
-        body = None
+        body = await _read_body(request)
+    except web.HTTPRequestEntityTooLarge:
+        return web.json_response({"error": f"the body is too long: at most {MAX_BODY} bytes."}, status=413)
     if not isinstance(body, dict) or set(body) - {"force"} or not isinstance(body.get("force", False), bool):
         return web.json_response({"error": 'the body must be empty, {} or {"force": true}.'}, status=400)
     if feedback.last_event and not body.get("force", False):

@@ -295,6 +295,8 @@ class Fleet:
         place = dict(self._place)
         self.kill()
         what = f"{name} ended ({exit_text(code)}) in stage {place['stage']} after step {place['step']}."
+        if code == -9:
+            what += " If nobody killed it, the system did because memory ran out: use a smaller size."
         if name == "driver":
             raise self._detailed(BackendDiedError(f"{what} Its log ends with:\n{runtime.log_tail(self._logs / 'driver.log')}"), None, place)
         rank = int(name.split()[1])

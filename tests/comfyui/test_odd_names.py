@@ -44,6 +44,12 @@ def test_listed_files_can_be_loaded(server: Server) -> None:
         assert server.run(load(f"{name} [output]")).status == "success"
 
 
+def test_wrong_request_is_refused_without_the_workers_log(server: Server) -> None:
+    run = server.run(graphs.to_file(prompt="half a \ud800 character"))
+    assert run.error["exception_message"].strip() == "the prompt holds a lone surrogate, half of a character: type or paste it again."
+    assert server.run(graphs.UNRELATED).status == "success"
+
+
 def test_message_with_half_a_character_leaves_the_queue_alive(server: Server) -> None:
     run = server.run(load("\udcff.safetensors [output]"))
     assert "\\udcff.safetensors cannot be read" in run.error["exception_message"]

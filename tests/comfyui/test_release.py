@@ -1,5 +1,6 @@
 """When the fleet goes: /free, the Unload node, the route, and every way ComfyUI can end. And when it stays."""
 
+import http.client
 import json
 import os
 import signal
@@ -46,6 +47,15 @@ def test_unload_node_releases_and_passes_through(server: Server) -> None:
     assert server.run(graph).cached.isdisjoint({"5"})
 
 
+def chunked(server: Server, body: bytes) -> int:
+    """Status of a release whose body has no announced length."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("POST", "/magi2/release", iter([body]), encode_chunked=True, headers={"Transfer-Encoding": "chunked"})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
 def test_routes_tell_and_release(server: Server) -> None:
     assert server.run(graphs.to_file(steps=1, seed=7)).status == "success"
     begun = time.monotonic()
@@ -56,7 +66,12 @@ def test_routes_tell_and_release(server: Server) -> None:
     assert server.request("POST", "/magi2/release", b"[1]")[0] == 400
     assert server.request("POST", "/magi2/release", {"path": "/tmp"})[0] == 400
     assert server.request("POST", "/magi2/release", b"{" + b" " * 5000 + b"}")[0] == 413
-    assert server.request("POST", "/magi2/release", {}, {"Origin": "http://evil.example"})[0] == 403
+    for origin in ("http://evil.example", "null"):
+        assert server.request("POST", "/magi2/release", {}, {"Origin": origin})[0] == 403
+    assert server.request("POST", "/magi2/release", b"[" * 1000)[0] == 400
+    assert server.request("POST", "/magi2/release", b"x", {"Content-Encoding": "gzip"})[0] == 400
+    assert server.request("POST", "/magi2/release", b'{"x": 1}', {"Content-Type": "application/json; charset=none"})[0] == 400
+    assert chunked(server, b'{"path": "/tmp"}') == 400 and chunked(server, b" " * 5000) == 413
     assert server.request("GET", "/magi2/release")[0] in (404, 405)
     assert server.workers()
     assert server.request("POST", "/magi2/release", {}) == (200, {"released": 1})
