@@ -4,7 +4,8 @@ The transformers' files must have the released dtypes (bf16 matrices, fp32 for t
 floating-point type, as the release casts them. Facts: spec preview.md 2.1-2.4, components.md 1.2, 1.4b, 2.1, 3.2, 4.1, 5.1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +42,20 @@ def _any_float(name: str) -> torch.dtype | None:
 def _config(root: Path, component: str, released: ConfigT, read: Callable[[dict[str, Any], str], ConfigT]) -> ConfigT:
     """The component's config.json, or the released sizes when the folder has none."""
     path = Path(root) / LAYOUTS[component].folder / "config.json"
-    return read(read_json(path), str(path)) if path.is_file() else released
+    if not path.is_file():
+        return released
+    values = read_json(path)
+    with _sound(path):
+        return read(values, str(path))
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """Turns what a value of a wrong kind leads to, a text for a number or a list for a table, into CheckpointError naming the file."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+        raise CheckpointError(f"{path}: holds a value of a wrong kind ({error}). Download this file again.") from None
 
 
 def preview_config(root: Path) -> PreviewConfig:
@@ -61,12 +75,16 @@ def wan_config(root: Path) -> WanVAEConfig:
 
 def turbo_config(root: Path) -> TurboConfig:
     """Sizes of the Turbo decoder of the checkpoint folder `root`."""
-    return TurboConfig.from_file(Path(root) / LAYOUTS["turbo"].folder / LAYOUTS["turbo"].files[1])
+    path = Path(root) / LAYOUTS["turbo"].folder / LAYOUTS["turbo"].files[1]
+    with _sound(path):
+        return TurboConfig.from_file(path)
 
 
 def audio_config(root: Path) -> OobleckConfig:
     """Sizes of the audio decoder of the checkpoint folder `root`."""
-    return OobleckConfig.from_file(Path(root) / LAYOUTS["audio"].folder / LAYOUTS["audio"].files[0])
+    path = Path(root) / LAYOUTS["audio"].folder / LAYOUTS["audio"].files[0]
+    with _sound(path):
+        return OobleckConfig.from_file(path)
 
 
 def _require(component: str, root: Path) -> Path:

@@ -264,3 +264,22 @@ def test_check_component_of_the_released_layout(tmp_path, toy, name, shards, cou
         matrices = sum(files.tensors[key].nbytes // 4 for key in parts if ".W_" in key)
         assert round(matrices / 1e9, 1) == 54.4  # table of spec preview.md 7.3, expert parallel 4
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("preview", "attn_softcap", "x"),
+        ("preview", "moe_config", [1]),
+        ("preview", "num_layers", 10**30),
+        ("preview", "mhc_config", {"num_stream": None}),
+        ("refiner", "arch", 5),
+        ("refiner", "data_proxy", ["a"]),
+    ],
+)
+def test_config_value_of_a_wrong_kind(nano_folder, tmp_path, name, key, value):
+    path = tmp_path / name / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**json.loads((nano_folder / name / "config.json").read_text()), key: value}))
+    with pytest.raises(CheckpointError, match="holds a value of a wrong kind"):
+        getattr(components, f"{name}_config")(tmp_path)

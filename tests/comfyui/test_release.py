@@ -69,7 +69,6 @@ def test_routes_tell_and_release(server: Server) -> None:
     for origin in ("http://evil.example", "null"):
         assert server.request("POST", "/magi2/release", {}, {"Origin": origin})[0] == 403
     assert server.request("POST", "/magi2/release", b"[" * 1000)[0] == 400
-    assert server.request("POST", "/magi2/release", b"x", {"Content-Encoding": "gzip"})[0] == 400
     assert server.request("POST", "/magi2/release", b'{"x": 1}', {"Content-Type": "application/json; charset=none"})[0] == 400
     assert chunked(server, b'{"path": "/tmp"}') == 400 and chunked(server, b" " * 5000) == 413
     assert server.request("GET", "/magi2/release")[0] in (404, 405)
