@@ -64,16 +64,15 @@ def is_warm(handle: ModelHandle) -> bool:
     return _pool().is_warm(make_spec(handle))
 
 
-def make_room(handle: ModelHandle) -> bool:
-    """Before a fleet loads, and after connecting to it: ends other fleets on its devices and asks the host's own models out of VRAM, on the
-    node's thread as the host expects. False when the fleet is warm and nothing was to be done."""
-    pool, spec = _pool(), make_spec(handle)
-    if pool.is_warm(spec):
-        return False
-    pool.release_overlapping(spec)
+def release_others(handle: ModelHandle) -> int:
+    """Before a fleet loads: ends other fleets of this process on its devices; returns how many were up."""
+    return _pool().release_overlapping(make_spec(handle))
+
+
+def make_room() -> None:
+    """Before a fleet loads: asks the host's own models out of VRAM, on the node's thread as the host expects."""
     host.unload_all_models()
     host.soft_empty_cache()
-    return True
 
 
 def watch(handle: ModelHandle) -> None:

@@ -103,10 +103,12 @@ def _submit(client: Any, request: Any) -> Any:
 def _connect(model: ModelHandle, feedback: Feedback) -> Any:
     """The model's backend. It is connected before anything is said of starting: workers that outlived another ComfyUI, or are somebody
     else's, may be up, and then nothing has to make room for them."""
-    if not fleet.is_warm(model):
+    if not wait_for(lambda: fleet.is_warm(model)):
         feedback.say(CONNECTING[model.settings.mode])
     client = wait_for(lambda: fleet.get_client(model))
-    if fleet.make_room(model):
+    if not wait_for(lambda: fleet.is_warm(model)):
+        wait_for(lambda: fleet.release_others(model))
+        fleet.make_room()
         feedback.say(STARTING)
     return client
 

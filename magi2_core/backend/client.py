@@ -200,7 +200,10 @@ class BackendClient:
         if self._head is not None:
             self._head.end()
         self._head = launcher.start_head(self.spec, self._private, folder)
-        return self._greet(f"unix:{runtime.socket_path(folder, self._private)}", "")
+        try:
+            return self._greet(f"unix:{runtime.socket_path(folder, self._private)}", "")
+        except Closed as error:
+            raise BackendDiedError(f"the head (pid {self._head.pid}) was started but does not answer: {error} Try again.") from None
 
     def _kept_head(self) -> Connection:
         """The head of this key that runs, else a new one. A file or socket that nobody stands behind is passed over."""
@@ -215,7 +218,12 @@ class BackendClient:
         threading.Thread(target=child.process.wait, name="magi2-reap", daemon=True).start()
         record = runtime.read_runtime_file(folder, self.spec.key)
         assert record is not None
-        return self._greet(record.address, "")
+        try:
+            return self._greet(record.address, "")
+        except Closed as error:
+            raise BackendDiedError(
+                f"the fleet {record.key} (pid {record.pid}) runs but does not answer: {error} End it: python -m magi2_core kill {record.key}"
+            ) from None
 
     def _attached(self) -> Connection:
         token = env.backend_token()

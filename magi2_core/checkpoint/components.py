@@ -54,7 +54,7 @@ def _sound(path: Path) -> Iterator[None]:
     """Turns what a value of a wrong kind leads to, a text for a number or a list for a table, into CheckpointError naming the file."""
     try:
         yield
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, MemoryError) as error:
         raise CheckpointError(f"{path}: holds a value of a wrong kind ({error}). Download this file again.") from None
 
 

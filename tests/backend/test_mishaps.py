@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from magi2_core.backend import client as clients
 from magi2_core.backend import fleet as fleets
 from magi2_core.backend import runtime
 from magi2_core.backend.client import BackendClient, BackendSpec
@@ -83,3 +84,20 @@ def test_read_passes_over_what_is_no_message(tmp_path: Path) -> None:
     told._read(told._workers[0], told.generation)
     assert told._next(1) == ("line", {"number": 1}) and told._next(0) is None
     told.kill()
+
+
+def test_kept_head_that_does_not_answer_is_named(tiny: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = BackendSpec(checkpoint=str(tiny), devices=("cpu",), mode="keep")
+    first = BackendClient(spec, place)
+    first.connect()
+    pid = first.status()["pid"]
+    monkeypatch.setattr(clients, "CALL_SECONDS", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(BackendDiedError, match=rf"{spec.key} \(pid {pid}\) runs but does not answer: .* kill {spec.key}"):
+            BackendClient(spec, place).connect()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
+    first.shutdown()
+    assert runtime.wait_gone([pid], 5)

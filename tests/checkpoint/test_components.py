@@ -273,6 +273,7 @@ def test_check_component_of_the_released_layout(tmp_path, toy, name, shards, cou
         ("preview", "moe_config", [1]),
         ("preview", "num_layers", 10**30),
         ("preview", "mhc_config", {"num_stream": None}),
+        ("preview", "head_dim", 0),
         ("refiner", "arch", 5),
         ("refiner", "data_proxy", ["a"]),
     ],
