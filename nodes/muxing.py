@@ -77,7 +77,12 @@ def mux(inputs: MuxInputs, feedback: Feedback) -> Path:
             pictures = _chunks(inputs.images, feedback)
             write_video(path, pictures, inputs.fps, waveform, sample_rate=rate, should_stop=stop_requested)
         else:
-            replace_audio(_source(inputs.video, path), waveform, sample_rate=rate, output=path)
+            source = _source(inputs.video, path)
+            try:
+                replace_audio(source, waveform, sample_rate=rate, output=path)
+            finally:
+                if source.parent == path.parent and source.stem == f"{path.stem}_source":
+                    source.unlink(missing_ok=True)  # made here, as large as the video
     except Interrupted as error:
         raise_interrupt(error)
     finally:
