@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -43,3 +44,31 @@ def memory_guard(stage: str, device: torch.device, advice: Callable[[], str]) ->
         empty_cache(device)
         used = f" after a peak of {gigabytes(peak)}" if peak else ""
         raise OutOfMemoryError(f"{stage}: {device} ran out of memory{used} ({text}). {advice()}")
+
+
+MEMORY_FILE = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_memory_left() -> int | None:
+    """Bytes of host memory that a process can still take, the container's limit counted in; None where the system does not tell."""
+    left = []
+    try:
+        lines = dict(line.split(":", 1) for line in MEMORY_FILE.read_text().splitlines() if ":" in line)
+        left.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        cache = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(cache["inactive_file"])
+        left.append(int((CGROUP / "memory.max").read_text()) - used)  # "max" is no number: no limit
+    except (OSError, KeyError, ValueError):
+        pass
+    return max(0, min(left)) if left else None
+
+
+def check_host_memory(size: int, what: str, remedy: str) -> None:
+    """Raises OutOfMemoryError when `size` bytes are more than the host has left: the system would kill the process in the middle."""
+    left = host_memory_left()
+    if left is not None and size > left:
+        raise OutOfMemoryError(f"{what} needs {gigabytes(size)} of this machine's memory, {gigabytes(left)} are left. {remedy}")

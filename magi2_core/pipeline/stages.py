@@ -5,6 +5,7 @@ precision of each step: spec components.md 0. A stage that is stopped raises Int
 With several ranks each runs the same function: what one rank does for all goes through `Parts.first`, the rest is split below.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ from magi2_core.text.encoder import figure_feature
 from magi2_core.text.negative import DEFAULT_NEGATIVE_PROMPT
 from magi2_core.vae.blocks import frames_to_uint8
 
+from .guards import check_host_memory
 from .hooks import StageHooks
 from .records import check_resume, map_state, preview_latents, prompt_hash, refine_settings, text_hash
 
@@ -209,6 +211,7 @@ def decode(parts: Parts, request: DecodeRequest, hooks: StageHooks) -> Clip:
     _stop_here(hooks, "decode: cancelled before its first window.")
     frames = None
     if request.video:
+        parts.first(lambda: _check_room(request))
         frames = _decode_windows(parts, request, hooks) if request.decoder == "turbo" else _decode_stream(parts, request, hooks)
     waveform = None
     if request.audio:
@@ -222,12 +225,22 @@ def _decode_sound(parts: Parts, audio: Tensor) -> dict[str, Tensor]:
         return {"waveform": decode_audio(decoder, audio)}
 
 
-def _empty_clip(request: DecodeRequest) -> Tensor:
-    """uint8 [T, H, W, 3], at the size asked for."""
+def _clip_shape(request: DecodeRequest) -> tuple[int, int, int, int]:
+    """[T, H, W, 3] at the size asked for."""
     count, rows, columns = request.latents.video.shape[2:]
-    width = request.output_width or columns * SPATIAL_STRIDE
-    height = request.output_height or rows * SPATIAL_STRIDE
-    return torch.empty((4 * (count - 1) + 1, height, width, 3), dtype=torch.uint8)
+    return 4 * (count - 1) + 1, request.output_height or rows * SPATIAL_STRIDE, request.output_width or columns * SPATIAL_STRIDE, 3
+
+
+def _check_room(request: DecodeRequest) -> dict[str, Tensor]:
+    frames, height, width, _ = _clip_shape(request)
+    remedy = "Choose a smaller output size, or end other programs."
+    check_host_memory(math.prod(_clip_shape(request)), f"a clip of {frames} frames of {width}x{height}", remedy)
+    return {}
+
+
+def _empty_clip(request: DecodeRequest) -> Tensor:
+    """uint8 [T, H, W, 3]."""
+    return torch.empty(_clip_shape(request), dtype=torch.uint8)
 
 
 def _pictures(request: DecodeRequest, piece: Tensor) -> Tensor:

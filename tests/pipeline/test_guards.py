@@ -1,10 +1,13 @@
 """Out-of-memory errors become ours, with advice; deterministic mode is a block."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from magi2_core.errors import OutOfMemoryError, RequestError
-from magi2_core.pipeline.guards import deterministic, memory_guard
+from magi2_core.pipeline import guards
+from magi2_core.pipeline.guards import check_host_memory, deterministic, host_memory_left, memory_guard
 
 CPU = torch.device("cpu")
 
@@ -43,3 +46,19 @@ def test_deterministic_restores_after_an_error() -> None:
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_host_memory_left_counts_the_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "MEMORY_FILE", tmp_path / "meminfo")
+    monkeypatch.setattr(guards, "CGROUP", tmp_path)
+    assert host_memory_left() is None
+    check_host_memory(1 << 60, "a clip", "Smaller.")  # nothing is known
+    (tmp_path / "meminfo").write_text("MemTotal:  9000000 kB\nMemAvailable:    5000000 kB\n")
+    assert host_memory_left() == 5_000_000 * 1024
+    for name, text in (("memory.max", "max"), ("memory.current", "3000000000"), ("memory.stat", "anon 5\ninactive_file 1000000000\n")):
+        (tmp_path / name).write_text(text)
+    assert host_memory_left() == 5_000_000 * 1024
+    (tmp_path / "memory.max").write_text("4000000000\n")
+    assert host_memory_left() == 2_000_000_000
+    with pytest.raises(OutOfMemoryError, match=r"a clip needs 6.0 GB of this machine's memory, 2.0 GB are left. Smaller\."):
+        check_host_memory(6_000_000_000, "a clip", "Smaller.")

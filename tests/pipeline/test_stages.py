@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from magi2_core.errors import CheckpointError, Interrupted, RequestError
+from magi2_core.errors import CheckpointError, Interrupted, OutOfMemoryError, RequestError
 from magi2_core.pipeline.build import Pipeline, build_pipeline
 from magi2_core.pipeline.hooks import StageHooks
 from magi2_core.request import (
@@ -204,6 +204,13 @@ def test_decode_exact_size_equals_resizing_the_whole_clip(nano: Pipeline, condit
     exact = nano.decode(DecodeRequest(latents=latents, audio=False, output_width=50, output_height=30))
     assert exact.frames.shape == (plain.frames.shape[0], 30, 50, 3)
     assert torch.equal(exact.frames, resize_frames(plain.frames, 50, 30))
+
+
+def test_decode_larger_than_the_memory_is_refused_before(nano: Pipeline, finished: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("magi2_core.pipeline.guards.host_memory_left", lambda: 1 << 30)
+    monkeypatch.setattr(nano, "use", lambda name: pytest.fail(f"{name} was loaded"))
+    with pytest.raises(OutOfMemoryError, match=r"a clip of 25 frames of 8192x8192 needs .* Choose a smaller output size"):
+        nano.decode(DecodeRequest(latents=finished, output_width=8192, output_height=8192))
 
 
 def test_decode_cancelled_between_windows(nano: Pipeline, conditioning: Conditioning) -> None:
