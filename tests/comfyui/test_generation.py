@@ -58,14 +58,6 @@ def test_text_to_video_status_lines(clip: Run) -> None:
     assert any("window" in line for node, line in clip.texts if node == "5"), clip.texts
 
 
-def test_request_beyond_the_training_is_the_last_line_of_its_node(server: Server, clip: Run) -> None:
-    assert not any("not trained" in text for _, text in clip.texts)
-    run = server.run(graphs.to_digest(prompt="a red dragon", seed=9))
-    last = dict(run.texts)
-    assert 'nano was not trained for "dragon"' in last["2"] and "64x48 pixels (but for 112x64)" in last["4"]
-    assert 'nano was not trained for "dragon"' in server.log_tail(400)
-
-
 def test_text_to_video_previews_are_animated_and_show_the_clip(server: Server, clip: Run) -> None:
     pictures = [data for facts, data in clip.previews if facts["node_id"] == "4"]
     assert 1 <= len(pictures) <= 3
@@ -88,6 +80,14 @@ def test_changed_seed_runs_from_the_sampler_only(server: Server, clip: Run) -> N
     run = server.run(graphs.to_video(steps=3, width=0, height=0, seed=2))
     assert run.status == "success"
     assert {"1", "2", "3"} <= run.cached and not {"4", "5"} & run.cached
+
+
+def test_request_beyond_the_training_is_the_last_line_of_its_node(server: Server, clip: Run) -> None:
+    assert not any("not trained" in text for _, text in clip.texts)
+    run = server.run(graphs.to_digest(prompt="a red dragon", seed=9))
+    last = dict(run.texts)
+    assert 'nano was not trained for "dragon"' in last["2"] and "64x48 pixels (but for 112x64)" in last["4"]
+    assert 'nano was not trained for "dragon"' in server.log_tail(400)
 
 
 def test_decode_to_tensors_and_file_agree(server: Server) -> None:
