@@ -38,7 +38,7 @@ def machine() -> dict[str, str]:
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "card": torch.cuda.get_device_name(),
-        "driver": driver,
+        "driver": driver.partition("\n")[0],  # one line a card
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cudnn": str(torch.backends.cudnn.version()),

@@ -26,7 +26,8 @@ def _stub(name: str, **members: Any) -> None:
     vars(module).update(members)
     module.__spec__ = importlib.util.spec_from_loader(name, None)
     sys.modules[name] = module
-    STUBBED.append(name)
+    if name not in STUBBED:
+        STUBBED.append(name)
 
 
 class _Sinks:
