@@ -63,7 +63,8 @@ def test_generate_names_the_whole_command_that_goes_on(
     output, picture = tmp_path / "clip.mp4", tmp_path / "first frame.png"
     Image.new("RGB", (40, 40), "green").save(picture)
     refine = ["--checkpoint", str(nano_folder), "--image", str(picture), "--refine-size", "64x64", "--refiner-steps", "3"]
-    assert cli.main([*QUICK, *refine, "--steps", "2", "--stop-after", "1", "--output", str(output)]) == 0
+    written = ["--output", str(output), "--wav", str(tmp_path / "clip.wav"), "--output-size", "48x40", "--deterministic"]
+    assert cli.main([*QUICK, *refine, *written, "--steps", "2", "--stop-after", "1"]) == 0
     said = capsys.readouterr().err
     (line,) = [line for line in said.splitlines() if "go on with: " in line]
 
@@ -73,11 +74,12 @@ def test_generate_names_the_whole_command_that_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(ProgressBar, "__call__", press)
-        assert cli.main([*shlex.split(line.split("go on with: ")[1]), "--device", "cpu", "--output", str(output)]) == 130
+        assert cli.main(shlex.split(line.split("go on with: ")[1])) == 130
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "--refine-size 64x64" in line
-    assert cli.main([*shlex.split(line.split("go on with: ")[1]), "--device", "cpu", "--output", str(output)]) == 0
-    assert probe(output)["width"] == 64
+    assert "--refine-size 64x64" in line and "--deterministic" in line
+    assert cli.main(shlex.split(line.split("go on with: ")[1])) == 0
+    assert probe(output)["width"] == 48 and (tmp_path / "clip.wav").is_file()
+    assert load_latents(tmp_path / "clip.refined.safetensors").width == 64
 
 
 def test_generate_ctrl_c_keeps_the_state(

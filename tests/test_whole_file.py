@@ -100,30 +100,29 @@ def test_left_over_of_a_killed_process_is_cleared_and_of_a_running_one_kept(tmp_
     assert names(tmp_path) == sorted(foreign)
 
 
+def take_in_turn(folder: Path) -> Reservation:
+    """Two reservations of one name: the second has it when the first has let go. Returns the first."""
+    own, other = (Reservation(folder / ".clip_0001.taken") for _ in range(2))
+    assert own.take() and not other.take()
+    clear_left_over(folder)
+    assert names(folder) == [".clip_0001.taken"]
+    own.release()
+    assert other.take()
+    other.release()
+    return own
+
+
 @posix
 def test_reservation_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     with holder(tmp_path):
         pass
-    own, other = (Reservation(tmp_path / ".clip_0001.taken") for _ in range(2))
-    assert own.take() and not other.take()
-    clear_left_over(tmp_path)
-    assert names(tmp_path) == [".clip_0001.taken"]
-    own.release()
-    assert other.take()
-    other.release()
-    own.release()
+    take_in_turn(tmp_path).release()
     assert names(tmp_path) == []
 
 
 def test_reservation_without_locks_is_the_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("magi2_core.whole_file._lock", lambda descriptor: None)
-    own, other = (Reservation(tmp_path / ".clip_0001.taken") for _ in range(2))
-    assert own.take() and not other.take()
-    clear_left_over(tmp_path)
-    assert names(tmp_path) == [".clip_0001.taken"]
-    own.release()
-    assert other.take()
-    other.release()
+    take_in_turn(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])

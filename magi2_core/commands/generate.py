@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from magi2_core import env
 from magi2_core.checkpoint.manifest import is_made_by
@@ -114,6 +115,13 @@ def _keep(plan: Plan, options: argparse.Namespace, latents: Latents, bar: Progre
     say(f"kept the state of the stopped run in {path}; go on with: {_again(plan, options, 'resume', path, True)}")
 
 
+USUAL: dict[str, Any] = {
+    "output": None, "wav": None, "output_size": None, "decoder": "turbo", "device": "auto", "dtype": None, "kernels": None,
+    "backend": "local", "address": None, "devices": "auto", "layout": "auto",
+}  # fmt: skip
+"""Options of where a run works and what it writes, and their defaults."""
+
+
 def _again(plan: Plan, options: argparse.Namespace, way: str, path: Path, needs_text: bool) -> str:
     """The command that goes on from saved latents, with the arguments that they do not hold. `needs_text`: more is sampled or refined."""
     given = {way: path, "checkpoint": options.checkpoint}
@@ -122,7 +130,9 @@ def _again(plan: Plan, options: argparse.Namespace, way: str, path: Path, needs_
         if plan.refine is not None:
             given |= {"refine_size": f"{plan.refine.width}x{plan.refine.height}"}
             given |= {name: getattr(options, name) for name in REFINER_OPTIONS}
+    given |= {name: getattr(options, name) for name, usual in USUAL.items() if getattr(options, name) != usual}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += ["--deterministic"] * options.deterministic + ["--no-save-latents"] * (not options.save_latents)
     return shlex.join(["generate", *words])
 
 

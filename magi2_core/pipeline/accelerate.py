@@ -39,7 +39,12 @@ class Launch:
 
 def choose_launch(attention: str, step: str, target: Target, kernels: str, groups: Groups) -> Launch:
     """Both choices for a pipeline, as one log line. Raises RequestError, DependencyError."""
-    launch = Launch(attention=choose_attention(attention, target, kernels), step=choose_step(step, target.device), groups=groups)
+    chosen = choose_step(step, target.device)
+    if chosen != "eager" and kernels != "triton":
+        raise RequestError(f"step {chosen!r} needs the Triton kernels: plain ones wait for the device inside a step. Use eager or auto.")
+    if chosen != "eager" and groups.world.is_real:
+        raise RequestError(f"step {chosen!r} is for one process without a fleet: a fleet's ranks talk inside a step. Use eager or auto.")
+    launch = Launch(attention=choose_attention(attention, target, kernels), step=chosen, groups=groups)
     log.info("kernels %s, attention %s (%s), step %s", kernels, launch.attention.name, launch.attention.reason, launch.step)
     return launch
 
@@ -72,15 +77,14 @@ def choose_step(name: str, device: torch.device) -> str:
     return "eager" if name == "auto" else name
 
 
-def forward_of(model: PreviewTransformer, step: str, kernels: str) -> Forward:
+def forward_of(model: PreviewTransformer, step: str) -> Forward:
     """The model's forward for one request, launched the chosen way.
 
     Args:
         model: loaded, on its device; it must stay there while the result is used.
-        step: of `choose_step`.
-        kernels: plain kernels wait for the device inside a step, so they are neither captured nor compiled.
+        step: of `choose_launch`.
     """
-    if step == "eager" or kernels != "triton":
+    if step == "eager":
         return model
     if step == "compile":
         return CompiledForward(model)

@@ -154,10 +154,8 @@ class Pipeline:
         return machine_settings(self.device, self.dtype, self.kernels, self.launch.attention.name)
 
     def forward_of(self, model: Any) -> accelerate.Forward:
-        """The preview model's forward for one request, launched the way chosen at build; one that talks to other ranks as it is."""
-        if self.groups.world.is_real:
-            return model
-        return accelerate.forward_of(model, self.launch.step, self.kernels)
+        """The preview model's forward for one request, launched the way chosen at build."""
+        return accelerate.forward_of(model, self.launch.step)
 
     def placement(self) -> dict[str, str]:
         """Component -> resident, roundtrip or cpu; planned once, from the components that are present and the memory that is free."""

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +234,17 @@ def test_compiled_layers_serve_another_prompt_length(nano_folder: Path) -> None:
                 velocity = velocity_of(model, text)
                 velocity.forward = pipeline.forward_of(model)
                 velocity(*latents_of(velocity), 10)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "is_real", "says"), [("reference", False, "needs the Triton kernels"), ("triton", True, "without a fleet")]
+)
+def test_choose_launch_refuses_what_it_would_not_do(kernels: str, is_real: bool, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was asked for is never launched another way in silence."""
+    monkeypatch.setenv("MAGI2_STEP", "graph")
+    target = Target(device=torch.device("meta"), dtype=torch.bfloat16, head_dim=16)
+    with pytest.raises(RequestError, match=rf"step 'graph' .*{says}.* Use eager or auto"):
+        choose_launch("reference", "auto", target, kernels, SimpleNamespace(world=SimpleNamespace(is_real=is_real)))
 
 
 def test_choose_launch_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
