@@ -1,7 +1,8 @@
 """Manifold hyper-connections: N residual streams, mixed around a branch by coefficients made from the streams (spec preview.md 3.7).
 
 `hyper_projection` and `hyper_coefficients` make the three coefficient sets, `hyper_branch_input` the branch's input and
-`hyper_connect` the new streams. `hyper_mix` is everything in front of a branch in one call, its norm included: what a model runs.
+`hyper_connect` the new streams. `hyper_mix` is everything in front of a branch in one call, its norm included, and `hyper_connect_mix`
+everything between two branches: what a model runs.
 All are local to a token. Legend: S tokens, N streams, C channels, M modalities.
 """
 
@@ -100,6 +101,23 @@ def hyper_coefficients(
     return HyperCoefficients(pre.to(out_dtype), post.to(out_dtype), res.to(out_dtype))
 
 
+def _check_mix(
+    streams: Tensor, weights: HyperWeights, norm_weight: Tensor, branch_norm_weight: Tensor, segments: ModalitySegments | None
+) -> None:
+    check_rank("streams", streams, 3)
+    check_rows("streams", streams, segments)
+    n, channels = streams.shape[1:]
+    for name, weight, block in (("norm_weight", norm_weight, n * channels), ("branch_norm_weight", branch_norm_weight, channels)):
+        weight_blocks(name, weight, segments if weight.shape[0] != block else None, block)
+    if tuple(weights.phi.shape) != (n * channels, n * (n + 2)):
+        raise ValueError(f"phi has shape {tuple(weights.phi.shape)}, expected {(n * channels, n * (n + 2))}.")
+
+
+def _check_branch(streams: Tensor, branch: Tensor) -> None:
+    if branch.shape != (streams.shape[0], streams.shape[2]):
+        raise ValueError(f"branch has shape {tuple(branch.shape)}, expected {(streams.shape[0], streams.shape[2])}.")
+
+
 def hyper_mix(
     streams: Tensor,
     weights: HyperWeights,
@@ -124,13 +142,7 @@ def hyper_mix(
     Returns:
         The normalised branch input [S, C] in the type of the streams, and the coefficients in that type for `hyper_connect`.
     """
-    check_rank("streams", streams, 3)
-    check_rows("streams", streams, segments)
-    n, channels = streams.shape[1:]
-    for name, weight, block in (("norm_weight", norm_weight, n * channels), ("branch_norm_weight", branch_norm_weight, channels)):
-        weight_blocks(name, weight, segments if weight.shape[0] != block else None, block)
-    if tuple(weights.phi.shape) != (n * channels, n * (n + 2)):
-        raise ValueError(f"phi has shape {tuple(weights.phi.shape)}, expected {(n * channels, n * (n + 2))}.")
+    _check_mix(streams, weights, norm_weight, branch_norm_weight, segments)
     ops = implementation(__name__, FILES)
     normed, mix = ops.hyper_mix(streams, weights, norm_weight, branch_norm_weight, segments, iterations)
     return normed, HyperCoefficients(*mix)
@@ -154,6 +166,34 @@ def hyper_connect(streams: Tensor, branch: Tensor, coefficients: HyperCoefficien
         [S, N, C], new memory.
     """
     check_rank("streams", streams, 3)
-    if branch.shape != (streams.shape[0], streams.shape[2]):
-        raise ValueError(f"branch has shape {tuple(branch.shape)}, expected {(streams.shape[0], streams.shape[2])}.")
+    _check_branch(streams, branch)
     return implementation(__name__, FILES).hyper_connect(streams, branch, coefficients.post, coefficients.res)
+
+
+def hyper_connect_mix(
+    streams: Tensor,
+    branch: Tensor,
+    coefficients: HyperCoefficients,
+    weights: HyperWeights,
+    norm_weight: Tensor,
+    branch_norm_weight: Tensor,
+    segments: ModalitySegments | None = None,
+    *,
+    iterations: int = 20,
+) -> tuple[Tensor, Tensor, HyperCoefficients]:
+    """`hyper_connect` behind one branch and `hyper_mix` in front of the next, where the next follows at once.
+
+    Args:
+        streams, branch, coefficients: of `hyper_connect`.
+        weights, norm_weight, branch_norm_weight, segments, iterations: of `hyper_mix`, those of the next branch.
+
+    Returns:
+        The new streams [S, N, C], then what `hyper_mix` returns for them.
+    """
+    _check_mix(streams, weights, norm_weight, branch_norm_weight, segments)
+    _check_branch(streams, branch)
+    ops = implementation(__name__, FILES)
+    mixed, normed, mix = ops.hyper_connect_mix(
+        streams, branch, coefficients, weights, norm_weight, branch_norm_weight, segments, iterations
+    )
+    return mixed, normed, HyperCoefficients(*mix)

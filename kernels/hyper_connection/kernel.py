@@ -1,9 +1,8 @@
-"""Triton: three passes over the streams for a branch: project (with coefficients), branch input (with its norm), connect.
+"""Triton: the passes over the streams around a branch, and what launches them.
 
-The norm in front of the projection is folded: (1 + w) into phi once per weight set, the inverse root mean square into the result, so
-that one read of the streams feeds the product and the sum of squares. phi stays exact enough on bf16 tensor cores as a sum of two
-bf16 numbers (16 bits; the streams are bf16 already, products are exact, sums fp32). Sinkhorn runs in the end of the projection on a
-whole tile of tokens at once. Measurements: tests/bench/results/ops_h200.json.
+In front of a branch: projection with coefficients (projection.py), branch input with its norm. Behind it: connect. Where another
+branch follows, its projection runs in the pass that connects, which saves a read of the streams. Measurements:
+tests/bench/results/ops_h200.json.
 """
 
 # Triton joins tuples with + only, and a tuple grows in a loop:
@@ -21,13 +20,16 @@ from torch import Tensor
 
 from ..common.launch import check_types, modality_ids, opaque
 from ..common.segments import ModalitySegments
-from ..common.tuning import pick
+from ..common.tuning import architecture, pick
+from . import projection as passes
 from .reference import EPS, SINKHORN_EPS
 
 if TYPE_CHECKING:
-    from . import HyperWeights
+    from . import HyperCoefficients, HyperWeights
 
 TYPES = (torch.bfloat16, torch.float32)
+MAX_STREAMS = 4
+"""What the settings by card are made for; more streams, which no release has, take the row "wide" of PROJECT and separate passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,125 +47,14 @@ PROJECT = {
     "sm_90": Blocks(rows=128, cols=128, warps=8, stages=4),
     "interpreter": Blocks(rows=16, cols=32, warps=1),
     "default": Blocks(rows=64, cols=64, warps=4, stages=3),
+    "wide": Blocks(rows=64, cols=32, warps=4, stages=2),
 }
 COEFFICIENTS = {"interpreter": Blocks(rows=4, cols=1, warps=1), "default": Blocks(rows=128, cols=1, warps=4)}
 BRANCH_INPUT = {"interpreter": Blocks(rows=2, cols=16, warps=1), "default": Blocks(rows=1, cols=512, warps=4)}
+# Connect and project in one pass, on cards where it was measured to be faster than two, and for bf16. Pieces of a row shorter than 64
+# channels cost more than the pass saves.
+CONNECT_PROJECT = {"sm_90": Blocks(rows=64, cols=64, warps=8, stages=3), "interpreter": Blocks(rows=16, cols=32, warps=1)}
 CONNECT = {"interpreter": Blocks(rows=2, cols=16, warps=1), "default": Blocks(rows=2, cols=1024, warps=4)}
-
-
-@triton.jit
-def _store_coefficients(
-    res, ends, rows, live, out_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, bias_pre_ptr, bias_post_ptr, bias_res_ptr,
-    SCALE: tl.constexpr, SINK_EPS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ITERATIONS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    # res [ROWS, NP * NP] and ends [ROWS, NP * NP] (columns pre, post, unused) to one row of N * (N + 2) coefficients: pre, post, res.
-    q = tl.arange(0, NP * NP)
-    to_pre = q < N
-    to_post = (q >= NP) & (q < NP + N)
-    base = out_ptr + rows.to(tl.int64) * (N * (N + 2))
-    alpha = tl.where(to_pre, tl.load(alpha_pre_ptr), tl.load(alpha_post_ptr)) * SCALE
-    bias = tl.load(bias_pre_ptr + q, mask=to_pre, other=0.0) + tl.load(bias_post_ptr + q - NP, mask=to_post, other=0.0)
-    value = tl.sigmoid(alpha[None, :] * ends + bias[None, :]) * tl.where(to_pre, 1.0, 2.0)[None, :]
-    column = tl.where(to_pre, q, q - NP + N)
-    tl.store(base[:, None] + column[None, :], value.to(out_ptr.dtype.element_ty), mask=live[:, None] & (to_pre | to_post)[None, :])
-
-    i, j = q // NP, q % NP
-    inside = (i < N) & (j < N)
-    logits = (tl.load(alpha_res_ptr) * SCALE) * res + tl.load(bias_res_ptr + i * N + j, mask=inside, other=0.0)[None, :]
-    logits = tl.where(inside[None, :], logits, float("-inf"))
-    matrix = tl.reshape(tl.exp(logits - tl.max(logits, axis=1)[:, None]), (ROWS, NP, NP))
-    for _ in tl.range(ITERATIONS):
-        matrix = matrix / (tl.sum(matrix, axis=1)[:, None, :] + SINK_EPS)
-        matrix = matrix / (tl.sum(matrix, axis=2)[:, :, None] + SINK_EPS)
-    flat = tl.reshape(matrix, (ROWS, NP * NP))
-    to_res = 2 * N + i * N + j
-    tl.store(base[:, None] + to_res[None, :], flat.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
-
-
-@triton.jit
-def _accumulate(
-    row_ptr, phi_ptr, mine, minus, squares, WIDTH: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
-    # Subtracts the rows `mine` times phi [WIDTH, WIDE] from minus, and adds their squares to squares. Subtraction, because Triton (3.6)
-    # lets a product that is added run on into the next iteration while it refills the buffer of x, which it counts as free once the
-    # squares have been read: a race, seen as errors of 1e-3 on an H200 with most tiles. A product that is subtracted ends here.
-    EVEN: tl.constexpr = WIDTH % COLS == 0
-    n = tl.arange(0, WIDE)
-    for k0 in tl.range(0, WIDTH, COLS, num_stages=STAGES):
-        k = k0 + tl.arange(0, COLS)
-        if EVEN:
-            x = tl.load(row_ptr + k[None, :], mask=mine[:, None], other=0.0)
-            phi = tl.load(phi_ptr + k[:, None] * WIDE + n[None, :])
-        else:
-            x = tl.load(row_ptr + k[None, :], mask=mine[:, None] & (k < WIDTH)[None, :], other=0.0)
-            phi = tl.load(phi_ptr + k[:, None] * WIDE + n[None, :], mask=(k < WIDTH)[:, None], other=0.0)
-        minus -= tl.dot(x, phi, input_precision="ieee")
-        wide = x.to(tl.float32)
-        squares += wide * wide
-    return minus, squares
-
-
-@triton.jit(do_not_specialize=["S"])
-def _project(
-    streams_ptr, folded_ptr, ids_ptr, out_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, bias_pre_ptr, bias_post_ptr, bias_res_ptr,
-    S, stride, WIDTH: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, SINK_EPS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
-    ITERATIONS: tl.constexpr, COEFFICIENTS: tl.constexpr, PER_MODALITY: tl.constexpr, MODALITIES: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    HALF: tl.constexpr = NP * NP
-    WIDE: tl.constexpr = 2 * HALF * PARTS
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = rows < S
-    row_ptr = streams_ptr + rows.to(tl.int64)[:, None] * stride
-    minus = tl.zeros([ROWS, WIDE], dtype=tl.float32)
-    squares = tl.zeros([ROWS, COLS], dtype=tl.float32)
-    if PER_MODALITY:
-        # A tile has one modality, except the few where two runs meet: those take one pass for each, over their own rows.
-        modality = tl.load(ids_ptr + rows, mask=live, other=-1)
-        m = tl.min(tl.where(modality >= 0, modality, MODALITIES), axis=0)
-        while m < MODALITIES:
-            block_ptr = folded_ptr + m.to(tl.int64) * (WIDTH * WIDE)
-            minus, squares = _accumulate(row_ptr, block_ptr, modality == m, minus, squares, WIDTH, WIDE, COLS, STAGES)
-            m = tl.min(tl.where(modality > m, modality, MODALITIES), axis=0)
-    else:
-        minus, squares = _accumulate(row_ptr, folded_ptr, live, minus, squares, WIDTH, WIDE, COLS, STAGES)
-    inverse = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + EPS)
-    if PARTS == 2:
-        minus = tl.sum(tl.reshape(minus, (ROWS, 2, 2 * HALF)), axis=1)
-    acc = minus * -inverse[:, None]
-    if COEFFICIENTS:
-        res, ends = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
-        _store_coefficients(
-            res, ends, rows, live, out_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, bias_pre_ptr, bias_post_ptr, bias_res_ptr,
-            SCALE, SINK_EPS, N, NP, ITERATIONS, ROWS,
-        )  # fmt: skip
-    else:
-        p = tl.arange(0, 2 * HALF)
-        q = p - HALF
-        i, j = p // NP, p % NP
-        column = tl.where(p < HALF, 2 * N + i * N + j, tl.where(q < NP, q, q - NP + N))
-        used = tl.where(p < HALF, (i < N) & (j < N), (q < N) | ((q >= NP) & (q < NP + N)))
-        tl.store(out_ptr + rows.to(tl.int64)[:, None] * (N * (N + 2)) + column[None, :], acc, mask=live[:, None] & used[None, :])
-
-
-@triton.jit(do_not_specialize=["S"])
-def _coefficients(
-    projection_ptr, out_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, bias_pre_ptr, bias_post_ptr, bias_res_ptr, S,
-    SCALE: tl.constexpr, SINK_EPS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ITERATIONS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = rows < S
-    q = tl.arange(0, NP * NP)
-    i, j = q // NP, q % NP
-    base = projection_ptr + rows.to(tl.int64)[:, None] * (N * (N + 2))
-    res = tl.load(base + (2 * N + i * N + j)[None, :], mask=live[:, None] & ((i < N) & (j < N))[None, :], other=0.0)
-    ends_column = tl.where(q < NP, q, q - NP + N)
-    is_end = (q < N) | ((q >= NP) & (q < NP + N))
-    ends = tl.load(base + ends_column[None, :], mask=live[:, None] & is_end[None, :], other=0.0)
-    _store_coefficients(
-        res, ends, rows, live, out_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, bias_pre_ptr, bias_post_ptr, bias_res_ptr,
-        SCALE, SINK_EPS, N, NP, ITERATIONS, ROWS,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -280,10 +171,12 @@ def _run_project(streams: Tensor, folded: Tensor, ids: Tensor | None, numbers: l
     rows, n, channels = streams.shape
     width = n * channels
     out = torch.empty(rows, n * (n + 2), dtype=streams.dtype if numbers else torch.float32, device=streams.device)
-    tile = pick(PROJECT, streams.device)
+    # fp32 streams take twice the shared memory, more streams a wider phi.
+    is_wide = n > MAX_STREAMS or (streams.dtype == torch.float32 and streams.device.type != "cpu")
+    tile = PROJECT["wide"] if is_wide else pick(PROJECT, streams.device)
     arguments: list[Tensor | None] = [*numbers] or [None] * 6
     if rows:
-        _project[(triton.cdiv(rows, tile.rows),)](
+        passes.project[(triton.cdiv(rows, tile.rows),)](
             _rows(streams), folded, ids, out, *arguments, rows, streams.stride(0),
             WIDTH=width, EPS=EPS, SCALE=1.0 / math.sqrt(width), SINK_EPS=SINKHORN_EPS, N=n, NP=_padded(n), ITERATIONS=iterations,
             COEFFICIENTS=bool(numbers), PER_MODALITY=ids is not None, MODALITIES=folded.shape[0],
@@ -298,7 +191,7 @@ def _run_coefficients(projection: Tensor, numbers: list[Tensor], width: int, ite
     out = torch.empty_like(projection)
     tile = pick(COEFFICIENTS, projection.device)
     if rows:
-        _coefficients[(triton.cdiv(rows, tile.rows),)](
+        passes.coefficients[(triton.cdiv(rows, tile.rows),)](
             projection, out, *numbers, rows,
             SCALE=1.0 / math.sqrt(width), SINK_EPS=SINKHORN_EPS, N=n, NP=_padded(n), ITERATIONS=iterations, ROWS=tile.rows, num_warps=tile.warps,
         )  # fmt: skip
@@ -332,6 +225,44 @@ def _run_connect(streams: Tensor, branch: Tensor, post: Tensor, res: Tensor) -> 
     return out
 
 
+def _fake_connect_project(
+    streams: Tensor, branch: Tensor, post: Tensor, res: Tensor, folded: Tensor, ids: Tensor | None, numbers: list[Tensor], iterations: int
+) -> list[Tensor]:
+    n = streams.shape[1]
+    return [streams.new_empty(streams.shape), streams.new_empty(streams.shape[0], n * (n + 2))]
+
+
+def _one_pass(streams: Tensor) -> Blocks | None:
+    """The setting for connect and project in one pass, None where two are taken."""
+    tile = CONNECT_PROJECT.get(architecture(streams.device))
+    fits = streams.shape[1] <= MAX_STREAMS and (streams.dtype == torch.bfloat16 or streams.device.type == "cpu")
+    return tile if fits else None
+
+
+@opaque("hyper_connect_project", _fake_connect_project)
+def _run_connect_project(
+    streams: Tensor, branch: Tensor, post: Tensor, res: Tensor, folded: Tensor, ids: Tensor | None, numbers: list[Tensor], iterations: int
+) -> list[Tensor]:
+    """The new streams and the coefficients made from them, in the type of the streams."""
+    tile = _one_pass(streams)
+    if tile is None:
+        mixed = _run_connect(streams, branch, post, res)
+        return [mixed, _run_project(mixed, folded, ids, numbers, iterations)]
+    rows, n, channels = streams.shape
+    width = n * channels
+    mixed = torch.empty(rows, n, channels, dtype=streams.dtype, device=streams.device)
+    out = torch.empty(rows, n * (n + 2), dtype=streams.dtype, device=streams.device)
+    if rows:
+        passes.connect_project[(triton.cdiv(rows, tile.rows),)](
+            _rows(streams), branch, post, res, mixed, folded, ids, out, *numbers, rows,
+            streams.stride(0), branch.stride(0), post.stride(0), res.stride(0),
+            C=channels, EPS=EPS, SCALE=1.0 / math.sqrt(width), SINK_EPS=SINKHORN_EPS, N=n, NP=_padded(n), ITERATIONS=iterations,
+            PER_MODALITY=ids is not None, MODALITIES=folded.shape[0], PARTS=1 if streams.dtype == torch.float32 else 2,
+            ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+    return [mixed, out]
+
+
 def _numbers(weights: "HyperWeights") -> list[Tensor]:
     return [weights.alpha_pre, weights.alpha_post, weights.alpha_res, weights.bias_pre, weights.bias_post, weights.bias_res]
 
@@ -362,6 +293,16 @@ def hyper_branch_input(streams: Tensor, pre: Tensor) -> Tensor:
     return _run_branch_input(streams, pre if pre.stride(1) == 1 else pre.contiguous(), None, None)
 
 
+def _folded(streams: Tensor, weights: "HyperWeights", norm_weight: Tensor) -> Tensor:
+    """The folded phi for these streams, made on the spot when the weights carry none."""
+    n, channels = streams.shape[1:]
+    folded = weights.folded if weights.folded is not None else fold_norm(norm_weight, weights.phi, streams.dtype)
+    wanted = (norm_weight.shape[0] // (n * channels), n * channels)
+    if folded.dtype != streams.dtype or tuple(folded.shape[:2]) != wanted:
+        raise ValueError(f"folded phi is {folded.dtype} {tuple(folded.shape)}, expected {streams.dtype} {wanted}: fold it for this weight.")
+    return folded
+
+
 def hyper_mix(
     streams: Tensor,
     weights: "HyperWeights",
@@ -373,19 +314,43 @@ def hyper_mix(
     """Normalised branch input, and the coefficients as views of one tensor."""
     check_types("hyper_mix", TYPES, streams=streams)
     n, channels = streams.shape[1:]
-    folded = weights.folded if weights.folded is not None else fold_norm(norm_weight, weights.phi, streams.dtype)
-    wanted = (norm_weight.shape[0] // (n * channels), n * channels)
-    if folded.dtype != streams.dtype or tuple(folded.shape[:2]) != wanted:
-        raise ValueError(f"folded phi is {folded.dtype} {tuple(folded.shape)}, expected {streams.dtype} {wanted}: fold it for this weight.")
+    folded = _folded(streams, weights, norm_weight)
     packed = _run_project(streams, folded, modality_ids(norm_weight, segments, n * channels), _numbers(weights), iterations)
     mix = _parts(packed, n)
     normed = _run_branch_input(streams, mix[0], branch_norm_weight, modality_ids(branch_norm_weight, segments, channels))
     return normed, mix
 
 
+def hyper_connect_mix(
+    streams: Tensor,
+    branch: Tensor,
+    coefficients: "HyperCoefficients",
+    weights: "HyperWeights",
+    norm_weight: Tensor,
+    branch_norm_weight: Tensor,
+    segments: ModalitySegments | None,
+    iterations: int,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """New streams, then what `hyper_mix` makes of them."""
+    check_types("hyper_connect_mix", TYPES, streams=streams, branch=branch)
+    n, channels = streams.shape[1:]
+    folded, ids = _folded(streams, weights, norm_weight), modality_ids(norm_weight, segments, n * channels)
+    mixed, packed = _run_connect_project(
+        streams, *_dense(branch, coefficients.post, coefficients.res), folded, ids, _numbers(weights), iterations
+    )
+    mix = _parts(packed, n)
+    normed = _run_branch_input(mixed, mix[0], branch_norm_weight, modality_ids(branch_norm_weight, segments, channels))
+    return mixed, normed, mix
+
+
+def _dense(branch: Tensor, post: Tensor, res: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with contiguous rows."""
+    post = post if post.stride(1) == 1 else post.contiguous()
+    res = res if res.stride(2) == 1 and res.stride(1) == res.shape[2] else res.contiguous()
+    return branch if branch.stride(1) == 1 else branch.contiguous(), post, res
+
+
 def hyper_connect(streams: Tensor, branch: Tensor, post: Tensor, res: Tensor) -> Tensor:
     """One rounding."""
     check_types("hyper_connect", TYPES, streams=streams, branch=branch)
-    post = post if post.stride(1) == 1 else post.contiguous()
-    res = res if res.stride(2) == 1 and res.stride(1) == res.shape[2] else res.contiguous()
-    return _run_connect(streams, branch if branch.stride(1) == 1 else branch.contiguous(), post, res)
+    return _run_connect(streams, *_dense(branch, post, res))

@@ -10,7 +10,7 @@ from ..common.segments import ModalitySegments
 from ..modality_rms_norm.reference import modality_rms_norm, rms_norm
 
 if TYPE_CHECKING:
-    from . import HyperWeights
+    from . import HyperCoefficients, HyperWeights
 
 EPS = 1e-6
 SINKHORN_EPS = 1e-12
@@ -50,6 +50,21 @@ def hyper_mix(
     branch_in = hyper_branch_input(streams, pre)
     chosen = segments if branch_norm_weight.shape[0] != channels else None
     return modality_rms_norm(branch_in, branch_norm_weight, chosen, eps=EPS, out_dtype=streams.dtype), (pre, post, res)
+
+
+def hyper_connect_mix(
+    streams: Tensor,
+    branch: Tensor,
+    coefficients: "HyperCoefficients",
+    weights: "HyperWeights",
+    norm_weight: Tensor,
+    branch_norm_weight: Tensor,
+    segments: ModalitySegments | None,
+    iterations: int,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Connect, then mix."""
+    mixed = hyper_connect(streams, branch, coefficients.post, coefficients.res)
+    return mixed, *hyper_mix(mixed, weights, norm_weight, branch_norm_weight, segments, iterations)
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from magi2_core.config import PreviewConfig
 
 from .attention import Attention
-from .hyper_connection import HyperConnectedLayer
+from .hyper_connection import HyperConnectedLayer, HyperState
 from .modality import NUM_MODALITIES
 from .moe import DenseMLP, MoEMLP
 from .packing import TokenContext
@@ -28,18 +28,18 @@ class PreviewLayer(HyperConnectedLayer):
         if isinstance(self.mlp, MoEMLP):
             self.mlp.moe_mlp.prepare(dtype)
 
-    def attend(self, streams: Tensor, tokens: TokenContext) -> Tensor:
-        """Streams [S, N, C] after the attention branch."""
+    def attend(self, state: HyperState, tokens: TokenContext) -> HyperState:
+        """After the attention branch."""
         norm = self.attention.pre_norm
-        return self.through("attn", streams, tokens.segments, norm, lambda x: self.attention(x, tokens, is_normed=True))
+        return self.through("attn", state, tokens.segments, norm, lambda x: self.attention(x, tokens, is_normed=True))
 
-    def feed_forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
-        """Streams [S, N, C] after the MLP branch."""
-        return self.through("mlp", streams, tokens.segments, self.mlp.pre_norm, lambda x: self.mlp(x, tokens, is_normed=True))
+    def feed_forward(self, state: HyperState, tokens: TokenContext) -> HyperState:
+        """After the MLP branch."""
+        return self.through("mlp", state, tokens.segments, self.mlp.pre_norm, lambda x: self.mlp(x, tokens, is_normed=True))
 
-    def forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
-        """[S, N, C] to [S, N, C]."""
-        return self.feed_forward(self.attend(streams, tokens), tokens)
+    def forward(self, state: HyperState, tokens: TokenContext) -> HyperState:
+        """The state, changed by both branches; the second one's output stays open for the next layer."""
+        return self.feed_forward(self.attend(state, tokens), tokens)
 
 
 class PreviewBlock(nn.Module):
@@ -49,8 +49,8 @@ class PreviewBlock(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(PreviewLayer(config, index, dtype) for index in range(config.num_layers))
 
-    def forward(self, streams: Tensor, tokens: TokenContext) -> Tensor:
-        """[S, N, C] to [S, N, C]."""
+    def forward(self, state: HyperState, tokens: TokenContext) -> Tensor:
+        """Streams [S, N, C] behind the last layer."""
         for layer in self.layers:
-            streams = layer(streams, tokens)
-        return streams
+            state = layer(state, tokens)
+        return state.connected()

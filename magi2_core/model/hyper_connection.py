@@ -5,6 +5,7 @@ the coefficients of a branch are made from the streams as that branch finds them
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from magi2_kernels.hyper_connection import (
     fold_norm,
     hyper_coefficients,
     hyper_connect,
+    hyper_connect_mix,
     hyper_mix,
     hyper_projection,
 )
@@ -24,6 +26,25 @@ from magi2_kernels.hyper_connection import (
 from .layers import ModalityRMSNorm, frozen
 
 BRANCHES = ("attn", "mlp")
+
+
+@dataclass(eq=False)
+class HyperState:
+    """What goes from branch to branch: streams [S, N, C] and, not yet mixed into them, the last branch's output [S, C] with its
+    coefficients. So the next branch connects and projects in one pass over the streams.
+
+    A branch changes the state it is given: the streams are the largest tensor of a step, and a caller's copy would keep the old ones.
+    """
+
+    streams: Tensor
+    branch: Tensor | None = None
+    mix: HyperCoefficients | None = None
+
+    def connected(self) -> Tensor:
+        """Streams [S, N, C] with the last branch in them."""
+        if self.branch is None or self.mix is None:
+            return self.streams
+        return hyper_connect(self.streams, self.branch, self.mix)
 
 
 class HyperConnectedLayer(nn.Module):
@@ -68,13 +89,19 @@ class HyperConnectedLayer(nn.Module):
         return hyper_coefficients(projection, self.hyper_weights(branch), width=width, iterations=self.iterations, out_dtype=streams.dtype)
 
     def through(
-        self, branch: str, streams: Tensor, segments: ModalitySegments, norm: ModalityRMSNorm, compute: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """New streams after `compute` [S, C] -> [S, C] ran on the branch input, normalised by `norm` already."""
-        normed, mix = hyper_mix(
-            streams, self.hyper_weights(branch), self.mhc_norm.weight, norm.weight, segments, iterations=self.iterations
-        )
-        return hyper_connect(streams, compute(normed), mix)
+        self, branch: str, state: HyperState, segments: ModalitySegments, norm: ModalityRMSNorm, compute: Callable[[Tensor], Tensor]
+    ) -> HyperState:
+        """The state, changed: `compute` [S, C] -> [S, C] ran on the branch input, normalised by `norm` already."""
+        weights = (self.hyper_weights(branch), self.mhc_norm.weight, norm.weight, segments)
+        if state.branch is None or state.mix is None:
+            normed, state.mix = hyper_mix(state.streams, *weights, iterations=self.iterations)
+        else:
+            open_ends = state.streams, state.branch, state.mix
+            state.streams, normed, state.mix = hyper_connect_mix(*open_ends, *weights, iterations=self.iterations)
+            del open_ends
+        state.branch = None
+        state.branch = compute(normed)
+        return state
 
 
 def split_streams(x: Tensor, num_streams: int) -> Tensor:

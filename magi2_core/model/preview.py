@@ -13,7 +13,7 @@ from magi2_core.config import PreviewConfig
 
 from .adapters import PostAdapter, PreAdapter
 from .block import PreviewBlock, PreviewLayer
-from .hyper_connection import join_streams, split_streams
+from .hyper_connection import HyperState, join_streams, split_streams
 from .packing import PackedInputs
 
 
@@ -76,6 +76,9 @@ class PreviewTransformer(nn.Module):
             layer.prepare(self.dtype)
         return self
 
+    def _embedded(self, inputs: PackedInputs) -> Tensor:
+        return split_streams(self.pre_adapter(inputs.pieces, inputs.total, self.dtype), self.config.num_streams)
+
     def forward(self, inputs: PackedInputs) -> Tensor:
         """One evaluation of all rows.
 
@@ -86,6 +89,6 @@ class PreviewTransformer(nn.Module):
             fp32 [S, 64]: velocities of video rows in columns 0..47, of audio rows in 0..63, zeros elsewhere.
         """
         local = self.split.take(inputs)
-        x = self.pre_adapter(local.pieces, local.total, self.dtype)
-        streams = self.block(split_streams(x, self.config.num_streams), local.context)
+        # No names for what is done with: the streams are the largest tensors of a step, and a name would keep them to the end.
+        streams = self.block(HyperState(self._embedded(local)), local.context)
         return self.split.gather(self.post_adapter(join_streams(streams), local.context.segments))

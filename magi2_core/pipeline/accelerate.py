@@ -16,6 +16,7 @@ from magi2_core import env
 from magi2_core.errors import DependencyError, RequestError
 from magi2_core.model.packing import PackedInputs, TokenPiece
 from magi2_core.model.preview import PreviewTransformer
+from magi2_core.parallel.collectives import gather_text
 from magi2_core.parallel.groups import Groups
 from magi2_kernels.sink_attention.providers import Resolved, Target, resolve
 
@@ -42,8 +43,10 @@ def choose_launch(attention: str, step: str, target: Target, kernels: str, group
     chosen = choose_step(step, target.device)
     if chosen != "eager" and kernels != "triton":
         raise RequestError(f"step {chosen!r} needs the Triton kernels: plain ones wait for the device inside a step. Use eager or auto.")
-    if chosen != "eager" and groups.world.is_real:
-        raise RequestError(f"step {chosen!r} is for one process without a fleet: a fleet's ranks talk inside a step. Use eager or auto.")
+    if chosen == "compile" and groups.world.is_real:
+        raise RequestError(
+            f"step {chosen!r} is for one process without a fleet: a fleet's ranks talk inside a step. Use eager, graph or auto."
+        )
     launch = Launch(attention=choose_attention(attention, target, kernels), step=chosen, groups=groups)
     log.info("kernels %s, attention %s (%s), step %s", kernels, launch.attention.name, launch.attention.reason, launch.step)
     return launch
@@ -77,18 +80,19 @@ def choose_step(name: str, device: torch.device) -> str:
     return "eager" if name == "auto" else name
 
 
-def forward_of(model: PreviewTransformer, step: str) -> Forward:
+def forward_of(model: PreviewTransformer, step: str, groups: Groups | None = None) -> Forward:
     """The model's forward for one request, launched the chosen way.
 
     Args:
         model: loaded, on its device; it must stay there while the result is used.
         step: of `choose_launch`.
+        groups: of this rank when the model's seams talk to others; all of them then launch the same way.
     """
     if step == "eager":
         return model
     if step == "compile":
         return CompiledForward(model)
-    return GraphForward(model)
+    return GraphForward(model, groups or Groups.local())
 
 
 class CompiledForward:
@@ -117,11 +121,12 @@ class CompiledForward:
 
 class GraphForward:
     """One graph for one request: the first step runs plainly (kernels are built and loaded then), the second is captured and replayed
-    from then on. Captured memory goes back when this object does. Not for a model whose seams talk to other ranks.
+    from then on. Captured memory goes back when this object does. Where ranks talk inside a step, the exchanges are captured with it,
+    and either every rank replays or none does.
     """
 
-    def __init__(self, model: PreviewTransformer) -> None:
-        self.model = model
+    def __init__(self, model: PreviewTransformer, groups: Groups | None = None) -> None:
+        self.model, self.groups = model, groups or Groups.local()
         self._steps = 0
         self._graph: Any = None
         self._inputs: PackedInputs | None = None
@@ -152,12 +157,20 @@ class GraphForward:
         kept = replace(inputs, pieces=tuple(_own(piece) for piece in inputs.pieces))
         devices.empty_cache(self.model.device)
         graph = module.CUDAGraph()
+        # The collective library looks after its earlier calls from a thread of its own: only this thread is held to what a capture allows.
+        mode = {"capture_error_mode": "thread_local"} if self.groups.world.is_real else {}
+        failure, out = "", None
         try:
-            with module.graph(graph):
+            with module.graph(graph, **mode):
                 out = self.model(kept)
         except Exception as error:
             devices.synchronize(self.model.device)
-            log.warning("capturing a step failed, going on without: %s", _first_line(error))
+            failure = _first_line(error)
+        failures = gather_text(failure, self.groups.world)
+        first = next((rank for rank, text in enumerate(failures) if text), None)
+        if first is not None:
+            where = f" on rank {first}" if self.groups.world.is_real else ""
+            log.warning("capturing a step failed%s, going on without: %s", where, failures[first])
             return
         self._graph, self._inputs, self._out = graph, kept, out
 

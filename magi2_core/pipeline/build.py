@@ -155,7 +155,7 @@ class Pipeline:
 
     def forward_of(self, model: Any) -> accelerate.Forward:
         """The preview model's forward for one request, launched the way chosen at build."""
-        return accelerate.forward_of(model, self.launch.step)
+        return accelerate.forward_of(model, self.launch.step, self.groups)
 
     def placement(self) -> dict[str, str]:
         """Component -> resident, roundtrip or cpu; planned once, from the components that are present and the memory that is free."""

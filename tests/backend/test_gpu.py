@@ -109,3 +109,25 @@ def test_release_gives_the_memory_back(cards: BackendClient, latents: Latents) -
     pids = [rank["pid"] for rank in cards.status()["fleet"]["ranks"]]
     cards.release()
     assert runtime.wait_gone(pids, 15) and torch.cuda.mem_get_info()[0] > before
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 cards")
+def test_captured_steps_of_two_ranks(nano_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MAGI2_STEP=graph in a fleet: the bits of plain launches, and the same ends of a cancelled job and a killed rank."""
+    spec = BackendSpec(checkpoint=str(nano_folder), devices=("cuda:0", "cuda:1"), step_seconds=120)
+    client = BackendClient(spec, folder / "plain")
+    conditioning = client.submit(EncodeRequest(prompt="a red circle moves to the right")).result(300)
+    plain = client.submit(request_of(conditioning)).result(300)
+    client.close()
+    monkeypatch.setenv("MAGI2_STEP", "graph")
+    client = BackendClient(spec, folder / "graph")
+    try:
+        made = client.submit(request_of(conditioning)).result(300)
+        assert torch.equal(made.video, plain.video) and torch.equal(made.audio, plain.audio)
+        logs = "".join(path.read_text() for path in (folder / "graph").rglob("*.log"))
+        assert "step graph" in logs and "capturing a step failed" not in logs
+        test_cancel_then_the_next_job(client, conditioning, plain)
+        test_killed_rank_then_the_next_job(client, conditioning, plain)
+    finally:
+        client.close()

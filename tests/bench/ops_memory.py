@@ -89,6 +89,13 @@ def _half_layer(i: dict[str, Any]) -> list[Tensor]:
     return [normed, hyper_connect(i["streams"], i["branch"], mix)]
 
 
+def _connect_mix(i: dict[str, Any]) -> list[Tensor]:
+    from magi2_kernels.hyper_connection import hyper_connect_mix
+
+    streams, normed, mix = hyper_connect_mix(i["streams"], i["branch"], i["mix"], i["weights"], i["norm"], i["branch_norm"], i["segments"])
+    return [streams, normed, mix.pre, mix.post, mix.res]
+
+
 def _make_qk(rows: int, text: int, device: str) -> dict[str, Any]:
     angles = _rand(rows, BANDS // 2, device=device)
     return {
@@ -146,6 +153,7 @@ ENTRIES = (
     ),
     MemoryOp(name="hyper_connect", make=_make_hyper, run=_connect, bytes_per_token=2 * STREAMS + ROW),
     MemoryOp(name="half layer", make=_make_hyper, run=_half_layer, bytes_per_token=4 * STREAMS + 2 * ROW),
+    MemoryOp(name="half layer between branches", make=_make_hyper, run=_connect_mix, bytes_per_token=3 * STREAMS + 2 * ROW),
     MemoryOp(name="qk_norm_rope", make=_make_qk, run=_qk, bytes_per_token=4 * ROW + 4 * BANDS),
     MemoryOp(name="modality_rms_norm", make=_make_norm, run=_norm, bytes_per_token=2 * ROW),
     MemoryOp(

@@ -30,7 +30,13 @@ class Entry:
     """Name of the public reference's op in upstream.py."""
 
 
-UPSTREAM_OF = {"half layer": "half_layer", "qk_norm_rope": "qk_norm_rope", "swiglu7": "swiglu7", "modality_rms_norm": "modality_rms_norm"}
+UPSTREAM_OF = {
+    "half layer": "half_layer",
+    "half layer between branches": "half_layer",
+    "qk_norm_rope": "qk_norm_rope",
+    "swiglu7": "swiglu7",
+    "modality_rms_norm": "modality_rms_norm",
+}
 
 
 def _memory_entry(op: Any, shapes: dict[str, tuple[int, int]]) -> Entry:

@@ -95,7 +95,7 @@ def run_layer(shape: str, report: Report, theirs: dict[str, float], released: Pa
         print(f"layer {shape} REFUSED: error {error:.2e} against fp32, the plain bf16 kernels have {plain:.2e}", flush=True)
         return False
     x = whole.streams(context.cu_seqlens.total)
-    times = measure.timed(lambda: made(x, context))
+    times = measure.timed(lambda: whole.advance(made, x, context))
     numbers: dict[str, Any] = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "error": error, "plain_error": plain}
     if released is not None:
         try:
@@ -106,13 +106,15 @@ def run_layer(shape: str, report: Report, theirs: dict[str, float], released: Pa
                 f"upstream layer with our weights: does not run here ({type(error_there).__name__}: {str(error_there)[:200]})", flush=True
             )
     numbers |= report.rates(times.median, whole.layer_flops(context), None)
-    numbers["host_ms"] = measure.host_ms(lambda: made(x, context))
+    numbers["host_ms"] = measure.host_ms(lambda: whole.advance(made, x, context))
     for name in ("layer", "layer compiled"):
         if name in theirs:
             numbers |= {f"upstream {name} ms": theirs[name], f"of upstream {name}": times.median / theirs[name]}
     report.add("layer", shape, times.median, **numbers)
     if profile is not None:
-        write_profile(profile, lambda: made(x, context), f"One MoE layer, {shape}, {report.found['card']}, {report.found['date']}")
+        write_profile(
+            profile, lambda: whole.advance(made, x, context), f"One MoE layer, {shape}, {report.found['card']}, {report.found['date']}"
+        )
     return True
 
 

@@ -96,12 +96,15 @@ class Upstream:
     @torch.no_grad()
     def outputs(self, state: dict[str, torch.Tensor], context: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """What its layer, with our weights and for our request, makes of the streams [S, 4, C]: run as it is, and compiled."""
-        self.layer.load_state_dict(state)
+        bias = "mlp.moe_mlp.router.expert_bias"
+        self.layer.load_state_dict({**state, bias: state[f"{bias}_ema"]})  # as its loader leaves it
         arguments = self.context(context)
         rows = arguments["rope"].shape[0]
         padded = torch.cat([x.flatten(1), x.new_zeros(rows - x.shape[0], x.shape[1] * x.shape[2])])
+        order = arguments["modality_dispatcher"]
         runs = {"eager": self.layer, "compiled": torch.compile(self.layer, dynamic=False)}
-        return {name: run(padded, **arguments)[: x.shape[0]].view_as(x) for name, run in runs.items()}
+        found = {name: order._inv_permute(run(order._permute(padded), **arguments)) for name, run in runs.items()}
+        return {name: output[: x.shape[0]].view_as(x) for name, output in found.items()}
 
     def functions(self, shape: str) -> dict[str, Any]:
         """Name -> call without arguments, for one shape."""

@@ -58,6 +58,13 @@ def layer(index: int = MOE_LAYER, *, config: Any = None, device: str = "cuda", d
     return made
 
 
+def advance(made: Any, x: Tensor, context: Any) -> Tensor:
+    """[S, N, C] through one layer, its last branch mixed in: what the released layer returns."""
+    from magi2_core.model.hyper_connection import HyperState
+
+    return made(HyperState(x), context).connected()
+
+
 def streams(rows: int, width: int = 3072, device: str = "cuda") -> Tensor:
     """[S, 4, C]."""
     return torch.randn(rows, 4, width, device=device, dtype=torch.bfloat16)
@@ -105,15 +112,15 @@ def compare_layer(made: Any, index: int = MOE_LAYER, *, config: Any = None, devi
     config = config or PreviewConfig()
     context = _context((4, 9, 14), 31, (77, 40), config.rope_bands, device)
     x = streams(context.cu_seqlens.total, config.hidden_size, device)
-    chosen = made(x, context)
+    chosen = advance(made, x, context)
     with using("reference"), providers.using("reference"):
         wide = layer(index, config=config, device=device, dtype=torch.float32)
         wide.load_state_dict({name: tensor.float() for name, tensor in made.state_dict().items()})
         wide.prepare(torch.float32)
-        exact = wide(x.float(), context)
+        exact = advance(wide, x.float(), context)
         del wide
         made.prepare(torch.bfloat16)
-        plain = made(x, context)
+        plain = advance(made, x, context)
     made.prepare(torch.bfloat16)
     return Compared(x=x, context=context, exact=exact, chosen=chosen, plain=plain)
 

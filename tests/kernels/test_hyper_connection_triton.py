@@ -15,6 +15,7 @@ from magi2_kernels.hyper_connection import (
     hyper_branch_input,
     hyper_coefficients,
     hyper_connect,
+    hyper_connect_mix,
     hyper_mix,
     hyper_projection,
 )
@@ -124,6 +125,29 @@ def test_hyper_connect_triton_equals_reference(triton_device: str, n: int, rows:
         torch.testing.assert_close(got_in, want_in, **limit)
 
 
+@pytest.mark.parametrize("n", [1, 3, 4, 5])
+@pytest.mark.parametrize(("rows", "channels"), [(45, 40), (7, 19)])
+@pytest.mark.parametrize("blocks", [(1, 1), (1, 3), (3, 3)])
+def test_hyper_connect_mix_triton_equals_reference(triton_device: str, n: int, rows: int, channels: int, blocks: tuple[int, int]) -> None:
+    segments = segments_of(triton_device, rows)
+    norm, branch_norm = rand(triton_device, blocks[0] * n * channels, seed=9), rand(triton_device, blocks[1] * channels, seed=10)
+    for dtype in types(triton_device):
+        streams = rand(triton_device, rows, n, channels, seed=8, dtype=dtype)
+        branch = rand(triton_device, rows, 2 * channels, seed=1, dtype=dtype)[:, ::2]
+        mix = HyperCoefficients(*(rand(triton_device, rows, *tail, seed=2, dtype=dtype) for tail in ((n,), (n,), (n, n))))
+        plain = make_weights(triton_device, n, channels)
+        want, want_in, want_mix = hyper_connect_mix(streams, branch, mix, plain, norm, branch_norm, segments)
+        assert torch.equal(want, hyper_connect(streams, branch, mix))
+        with using("triton"):
+            folded = make_weights(triton_device, n, channels, fold_norm(norm, plain.phi, dtype))
+            got, got_in, got_mix = hyper_connect_mix(streams, branch, mix, folded, norm, branch_norm, segments)
+        limit = LIMITS[torch.float32] if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}
+        torch.testing.assert_close(got, want, **limit)
+        torch.testing.assert_close(got_in, want_in, **(LIMITS[dtype] if dtype == torch.float32 else {"rtol": 3e-2, "atol": 6e-2}))
+        for name in ("pre", "post", "res"):
+            torch.testing.assert_close(getattr(got_mix, name), getattr(want_mix, name), **LIMITS[dtype])
+
+
 def test_hyper_ops_triton_no_rows(triton_device: str) -> None:
     n, channels = 4, 8
     streams = rand(triton_device, 0, n, channels)
@@ -134,6 +158,9 @@ def test_hyper_ops_triton_no_rows(triton_device: str) -> None:
         )
         assert normed.shape == (0, channels) and mix.res.shape == (0, n, n)
         assert hyper_connect(streams, normed, mix).shape == streams.shape
+        runs = ModalitySegments.build((), device=triton_device)
+        after = hyper_connect_mix(streams, normed, mix, weights, norm.to(triton_device), branch_norm.to(triton_device), runs)
+        assert after[0].shape == streams.shape and after[1].shape == (0, channels)
 
 
 def test_hyper_mix_triton_rows_do_not_depend_on_their_neighbours(triton_device: str) -> None:
@@ -148,6 +175,12 @@ def test_hyper_mix_triton_rows_do_not_depend_on_their_neighbours(triton_device: 
         for start, stop in ((0, 6), (6, 31), (31, 45)):
             part, part_mix = hyper_mix(streams[start:stop], weights, norm, branch_norm, segments.slice(start, stop))
             assert torch.equal(part, whole[start:stop]) and torch.equal(part_mix.res, mix.res[start:stop])
+        everything = hyper_connect_mix(streams, whole, mix, weights, norm, branch_norm, segments)
+        for rows in (slice(0, 6), slice(6, 31), slice(31, 45)):
+            cut = HyperCoefficients(mix.pre[rows], mix.post[rows], mix.res[rows])
+            found = hyper_connect_mix(streams[rows], whole[rows], cut, weights, norm, branch_norm, segments.slice(rows.start, rows.stop))
+            assert torch.equal(found[0], everything[0][rows]) and torch.equal(found[1], everything[1][rows])
+            assert torch.equal(found[2].res, everything[2].res[rows])
 
 
 def test_hyper_mix_triton_absent_modality_may_hold_nan(triton_device: str) -> None:
@@ -158,8 +191,10 @@ def test_hyper_mix_triton_absent_modality_may_hold_nan(triton_device: str) -> No
     segments = ModalitySegments.build(((0, 9, 0), (9, 20, 2)), device=triton_device)
     with using("triton"):
         normed, mix = hyper_mix(streams, make_weights(triton_device, n, channels), norm, branch_norm, segments)
+        after = hyper_connect_mix(streams, normed, mix, make_weights(triton_device, n, channels), norm, branch_norm, segments)
     # Modality 1 lies between the two that meet in a tile; none of its weights may reach a row.
     assert torch.isfinite(normed).all() and torch.isfinite(mix.res).all()
+    assert all(torch.isfinite(found).all() for found in (*after[:2], after[2].res))
 
 
 def test_hyper_mix_triton_wrong_fold_is_refused(triton_device: str) -> None:
@@ -182,7 +217,7 @@ def test_hyper_projection_every_setting_is_right(triton_device: str, monkeypatch
     want = (wide * (1 + norm.double())) @ phi.double()
     folded = kernel.fold_norm(norm, phi, torch.bfloat16)
     for name, tile in dict(kernel.PROJECT).items():
-        if name == "interpreter":
+        if name in ("interpreter", "wide"):
             continue
         monkeypatch.setattr(kernel, "PROJECT", {"default": tile})
         for _ in range(5):
@@ -190,9 +225,35 @@ def test_hyper_projection_every_setting_is_right(triton_device: str, monkeypatch
             assert ((got[-checked:].double() - want).norm() / want.norm()).item() < 2e-5, f"setting {name} is wrong on this card"
 
 
+@pytest.mark.gpu
+def test_hyper_connect_project_every_setting_is_right(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the released size, against the two passes, which the tests above hold to the reference; coefficients as fp32 tells them apart."""
+    from magi2_kernels.hyper_connection import kernel
+
+    n, channels, rows = 4, 3072, 60_000
+    streams = torch.randn(rows, n, channels, device=triton_device, dtype=torch.bfloat16)
+    branch = torch.randn(rows, channels, device=triton_device, dtype=torch.bfloat16)
+    mix = HyperCoefficients(*(rand(triton_device, rows, *tail, seed=2, dtype=torch.bfloat16) for tail in ((n,), (n,), (n, n))))
+    norm, phi = rand(triton_device, n * channels, seed=1) * 0.1, rand(triton_device, n * channels, 24, seed=2) * 0.5
+    folded = kernel.fold_norm(norm, phi, torch.bfloat16)
+    numbers = kernel._numbers(make_weights(triton_device, n, channels))
+    want = kernel._run_connect(streams, branch, mix.post, mix.res)
+    want_mix = kernel._run_project(want, folded, None, numbers, 20).float()
+    for name, tile in dict(kernel.CONNECT_PROJECT).items():
+        if name == "interpreter":
+            continue
+        monkeypatch.setattr(kernel, "_one_pass", lambda _streams, tile=tile: tile)
+        for _ in range(5):
+            got, got_mix = kernel._run_connect_project(streams, branch, mix.post, mix.res, folded, None, numbers, 20)
+            assert torch.equal(got, want), f"setting {name} connects otherwise on this card"
+            # One bf16 step where a sum lies at the edge of two.
+            apart = (got_mix.float() - want_mix).abs()
+            assert apart.max() < 1.6e-2 and (apart > 0).float().mean() < 0.01, f"setting {name} is wrong on this card"
+
+
 def test_layer_prepare_folds_beside_the_checkpoint(triton_device: str) -> None:
     from magi2_core.config import PreviewConfig
-    from magi2_core.model.hyper_connection import HyperConnectedLayer
+    from magi2_core.model.hyper_connection import HyperConnectedLayer, HyperState
     from magi2_core.model.layers import ModalityRMSNorm
 
     config = PreviewConfig(hidden_size=24)
@@ -201,9 +262,16 @@ def test_layer_prepare_folds_beside_the_checkpoint(triton_device: str) -> None:
         tensor.data.copy_(rand("cpu", *tensor.shape, seed=index) * 0.3)
     layer.to(triton_device), norm.to(triton_device)
     streams, segments, names = rand(triton_device, 45, 4, 24), segments_of(triton_device, 45), set(layer.state_dict())
-    want = layer.through("mlp", streams, segments, norm, lambda x: 2 * x)
+
+    def run() -> HyperState:
+        first = layer.through("attn", HyperState(streams), segments, norm, lambda x: 2 * x)
+        return layer.through("mlp", first, segments, norm, lambda x: 2 * x)
+
+    want = run()
     with using("triton"):
         layer.prepare(torch.float32)
-        got = layer.through("mlp", streams, segments, norm, lambda x: 2 * x)
+        got = run()
     assert layer.folded_mlp.shape[0] == 3 and set(layer.state_dict()) == names
-    torch.testing.assert_close(got, want, **LIMITS[torch.float32])
+    for name in ("streams", "branch"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), **LIMITS[torch.float32])
+    torch.testing.assert_close(got.connected(), want.connected(), **LIMITS[torch.float32])

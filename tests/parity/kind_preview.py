@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magi2_core.config import PreviewConfig
-from magi2_core.model.hyper_connection import split_streams
+from magi2_core.model.hyper_connection import HyperState, split_streams
 from magi2_core.model.packing import (
     BranchInputs,
     ItemShape,
@@ -196,11 +196,12 @@ def _layer(c: Component) -> Tensors:
     record(layer.attention, found, out="attn_out")
     record(layer.mlp, found, out="mlp_out")
     streams = split_streams(c.get("x"), c.model.config.num_streams)
-    found["streams_after_attn"] = layer.attend(streams, tokens)
+    attended = layer.attend(HyperState(streams), tokens)
+    found["streams_after_attn"] = attended.connected()
     # The layer makes a branch's input and its norm in one call; the golden is the value between the two.
     for name, before in (("attn", streams), ("mlp", found["streams_after_attn"])):
         found[f"{name}_in"] = hyper_branch_input(before, layer.coefficients(name, before, c.segments).pre)
-    found["y"] = layer.feed_forward(found["streams_after_attn"], tokens).flatten(1)
+    found["y"] = layer.feed_forward(attended, tokens).connected().flatten(1)
     return found
 
 
@@ -305,10 +306,11 @@ def run_transformer(case, dtype: torch.dtype, golden: Tensors) -> Tensors:
     for index, layer in enumerate(model.block.layers):
         name = f"layer_{index:02d}"
 
-        def hook(_module, _args, streams, name=name):
+        def hook(_module, _args, state, name=name):
+            streams = state.connected()
             found[f"{name}_out"] = streams.flatten(1)
             known = golden.get(f"{name}_out")
-            return None if known is None else known.to(streams.dtype).view_as(streams)
+            return None if known is None else HyperState(known.to(streams.dtype).view_as(streams))
 
         layer.register_forward_hook(hook)
         if index in model.config.moe.moe_layers:

@@ -175,6 +175,33 @@ def test_graph_forward_failure_is_one_line_and_the_plain_path(
     ]
 
 
+def test_graph_forward_of_ranks_replays_on_all_or_on_none(
+    nano_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes = []
+
+    class Module:
+        CUDAGraph = object
+
+        @staticmethod
+        def graph(graph, capture_error_mode: str):
+            modes.append(capture_error_mode)
+            return torch.no_grad()
+
+    monkeypatch.setattr(accelerate.devices, "accelerator_module", lambda: Module)
+    monkeypatch.setattr(accelerate, "gather_text", lambda text, group: [text, "RuntimeError: no memory"])
+    groups = SimpleNamespace(world=SimpleNamespace(is_real=True))
+    with build_pipeline(nano_folder, device="cpu").use("preview") as model, caplog.at_level(logging.WARNING):
+        velocity = velocity_of(model)
+        velocity.forward = GraphForward(model, groups)
+        for timestep in (999, 500, 1):
+            assert torch.isfinite(velocity(*latents_of(velocity), timestep).video_cond).all()
+    assert not velocity.forward.captured and modes == ["thread_local"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "capturing a step failed on rank 1, going on without: RuntimeError: no memory"
+    ]
+
+
 def test_compiled_forward_failure_is_one_line_and_the_plain_path(
     nano_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,13 +264,20 @@ def test_compiled_layers_serve_another_prompt_length(nano_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "is_real", "says"), [("reference", False, "needs the Triton kernels"), ("triton", True, "without a fleet")]
+    ("step", "kernels", "is_real", "says"),
+    [
+        ("graph", "reference", False, "needs the Triton kernels: .* Use eager or auto"),
+        ("compile", "reference", False, "needs the Triton kernels: .* Use eager or auto"),
+        ("compile", "triton", True, "without a fleet: .* Use eager, graph or auto"),
+    ],
 )
-def test_choose_launch_refuses_what_it_would_not_do(kernels: str, is_real: bool, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_launch_refuses_what_it_would_not_do(
+    step: str, kernels: str, is_real: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step that was asked for is never launched another way in silence."""
-    monkeypatch.setenv("MAGI2_STEP", "graph")
+    monkeypatch.setenv("MAGI2_STEP", step)
     target = Target(device=torch.device("meta"), dtype=torch.bfloat16, head_dim=16)
-    with pytest.raises(RequestError, match=rf"step 'graph' .*{says}.* Use eager or auto"):
+    with pytest.raises(RequestError, match=rf"step '{step}' .*{says}"):
         choose_launch("reference", "auto", target, kernels, SimpleNamespace(world=SimpleNamespace(is_real=is_real)))
 
 
