@@ -85,26 +85,37 @@ def run_entry(entry: Entry, shape: str, report: Report, theirs: dict[str, float]
     return True
 
 
+def layer_errors(made: Any, released: Path | None) -> dict[str, float]:
+    """Errors against fp32, relative to what the layer changes: with the kernels in use, with plain ones, and of the released layer with the
+    same weights, plain and compiled; and how far apart those two are."""
+    compared = whole.compare_layer(made)
+    errors = {"error": compared.error(compared.chosen), "plain error": compared.error(compared.plain)}
+    if released is None:
+        return errors
+    try:
+        outputs = public.Upstream(released).outputs(made.state_dict(), compared.context, compared.x)
+    except Exception as error:
+        print(f"upstream layer with our weights: does not run here ({type(error).__name__}: {str(error)[:200]})", flush=True)
+        return errors
+    errors |= {f"upstream {name} error": compared.error(output) for name, output in outputs.items()}
+    return errors | {"upstream compiled to eager": compared.apart(outputs["compiled"], outputs["eager"])}
+
+
 @torch.no_grad()
 def run_layer(shape: str, report: Report, theirs: dict[str, float], released: Path | None, profile: Path | None) -> bool:
     """One MoE layer; False when it differs from the plain implementation."""
     made, context = whole.layer(), whole.tokens(shape)
-    compared = whole.compare_layer(made)
-    error, plain = compared.error(compared.chosen), compared.error(compared.plain)
-    if not error <= LAYER_MARGIN * plain:
-        print(f"layer {shape} REFUSED: error {error:.2e} against fp32, the plain bf16 kernels have {plain:.2e}", flush=True)
-        return False
+    errors = layer_errors(made, released)
+    with whole.experts_fixed(made):
+        errors |= {f"experts fixed: {name}": value for name, value in layer_errors(made, released).items()}
+    for label in ("", "experts fixed: "):
+        error, plain = errors[f"{label}error"], errors[f"{label}plain error"]
+        if not error <= LAYER_MARGIN * plain:
+            print(f"layer {shape} REFUSED: {label}error {error:.2e} against fp32, the plain bf16 kernels have {plain:.2e}", flush=True)
+            return False
     x = whole.streams(context.cu_seqlens.total)
     times = measure.timed(lambda: whole.advance(made, x, context))
-    numbers: dict[str, Any] = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "error": error, "plain_error": plain}
-    if released is not None:
-        try:
-            outputs = public.Upstream(released).outputs(made.state_dict(), compared.context, compared.x)
-            numbers |= {f"upstream {name} error": compared.error(output) for name, output in outputs.items()}
-        except Exception as error_there:
-            print(
-                f"upstream layer with our weights: does not run here ({type(error_there).__name__}: {str(error_there)[:200]})", flush=True
-            )
+    numbers: dict[str, Any] = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], **errors}
     numbers |= report.rates(times.median, whole.layer_flops(context), None)
     numbers["host_ms"] = measure.host_ms(lambda: whole.advance(made, x, context))
     for name in ("layer", "layer compiled"):

@@ -1,6 +1,8 @@
 """The benchmark code itself, on the CPU at a tiny size: layer and step are built and checked as on a GPU; the front refuses a red op."""
 
 import importlib
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +48,19 @@ def test_compare_layer_of_the_plain_kernels_are_equal_and_small(bench) -> None:
         made = whole.layer(index, config=TINY, device="cpu")
         found = whole.compare_layer(made, index, config=TINY, device="cpu")
         assert torch.equal(found.chosen, found.plain) and 1e-4 < found.error(found.plain) < 0.1
+
+
+def test_experts_fixed_leaves_rounding_only(bench) -> None:
+    whole = bench("whole")
+    torch.manual_seed(0)
+    made = whole.layer(1, config=TINY, device="cpu")
+    bias = made.mlp.moe_mlp.router.expert_bias_ema.clone()
+    with whole.experts_fixed(made):
+        x = torch.randn(30, TINY.moe.num_heads, TINY.moe_head_dim).bfloat16()
+        chosen = made.mlp.moe_mlp.router(x, made.mlp.moe_mlp.gate).ids
+        assert (chosen.sort(-1).values == chosen[:, :1].sort(-1).values).all()
+        found = whole.compare_layer(made, 1, config=TINY, device="cpu")
+    assert 1e-4 < found.error(found.plain) < 2e-2 and torch.equal(made.mlp.moe_mlp.router.expert_bias_ema, bias)
 
 
 def test_compare_layer_sees_a_wrong_layer(bench) -> None:
@@ -114,3 +129,13 @@ def test_probe_finds_a_wrong_head(bench) -> None:
         return out, lse
 
     assert ops.probe(inputs, wrong) > 1e-2
+
+
+def test_fleet_step_on_gloo_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "fleet_step.py"), "--device", "cpu", "--out", str(tmp_path / "found.json")]
+    done = subprocess.run([*command, "--shape", "share", "--launch", "eager", "--runs", "3"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["layout"] == "cp2ep2" and found["ranks"] == 2 and found["card"] == "cpu"
+    row = found["shapes"]["share"]["eager"]
+    assert row["runs"] == 3 and 0 < row["min"] <= row["ms"] <= row["max"] and row["difference"] == 0

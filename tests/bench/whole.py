@@ -4,6 +4,8 @@ A step runs 40 layers; as many distinct layers as fit are made and cycled over, 
 (the experts of one layer alone are 6 GB, the cache is 60 MB). Nothing is extrapolated.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +96,24 @@ class Compared:
 
     def error(self, found: Tensor) -> float:
         """Difference to fp32 relative to what the layer changes."""
+        return self.apart(found, self.exact)
+
+    def apart(self, found: Tensor, wanted: Tensor) -> float:
+        """Difference of two results relative to what the layer changes."""
         moved = (self.exact - self.x).double().norm()
-        return ((found.double() - self.exact.double()).norm() / moved).item()
+        return ((found.double() - wanted.double()).norm() / moved).item()
+
+
+@contextmanager
+def experts_fixed(made: Any) -> Iterator[None]:
+    """Every token of a head takes the same experts, so that no near tie sends one elsewhere: what is left of an error is rounding."""
+    bias = made.mlp.moe_mlp.router.expert_bias_ema
+    before = bias.clone()
+    bias.copy_(torch.randperm(bias.numel(), device=bias.device).to(bias.dtype))
+    try:
+        yield
+    finally:
+        bias.copy_(before)
 
 
 @torch.no_grad()
