@@ -29,7 +29,7 @@ def modules():
     for top, name in (("magi2_core", "magi2_core"), ("kernels", "magi2_kernels")):
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT / top).with_suffix("").parts
-            if path.name == "kernel.py" or parts == ("__main__",):
+            if path.match("kernel*.py") or parts == ("__main__",):
                 continue
             yield ".".join([name, *(part for part in parts if part != "__init__")])
 """

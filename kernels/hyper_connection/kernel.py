@@ -1,6 +1,6 @@
 """Triton: the passes over the streams around a branch, and what launches them.
 
-In front of a branch: projection with coefficients (projection.py), branch input with its norm. Behind it: connect. Where another
+In front of a branch: projection with coefficients (kernel_projection.py), branch input with its norm. Behind it: connect. Where another
 branch follows, its projection runs in the pass that connects, which saves a read of the streams. Measurements:
 tests/bench/results/ops_h200.json.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..common.launch import check_types, modality_ids, opaque
 from ..common.segments import ModalitySegments
 from ..common.tuning import architecture, pick
-from . import projection as passes
+from . import kernel_projection as passes
 from .reference import EPS, SINKHORN_EPS
 
 if TYPE_CHECKING:

@@ -46,12 +46,7 @@ def _columns(WIDTH: tl.constexpr, HALF: tl.constexpr, VEC: tl.constexpr, BW: tl.
     # VEC divides HALF and W: pieces of VEC columns are pieces of VEC channels, which the compiler cannot see through `where`.
     left = tl.max_contiguous(tl.multiple_of(left, VEC), VEC)
     right = tl.max_contiguous(tl.multiple_of(right, VEC), VEC)
-    live = j < W
-    if WIDTH % 2:
-        live_right = live & (turning | (j < W - 1))
-    else:
-        live_right = live
-    return left, right, live, live_right, turning
+    return left, right, j < W, j < W - WIDTH % 2, turning
 
 
 @triton.jit
@@ -119,7 +114,7 @@ def _norm_rope(
 ):
     token = tl.program_id(0).to(tl.int64)
     left, right, live, live_right, turning = _columns(WIDTH, HALF, VEC, BW)
-    # Channels that pass through turn by nothing.
+    # Channels that pass through turn by nothing (where its neighbour is infinite, NaN).
     j = tl.arange(0, BW)
     sin = tl.load(rope_ptr + token * rope_stride + j, mask=turning, other=0.0)
     cos = tl.load(rope_ptr + token * rope_stride + HALF + j, mask=turning, other=1.0)

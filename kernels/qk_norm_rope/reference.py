@@ -12,7 +12,7 @@ EPS = 1e-6
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Half-split rotation in fp32: [a, b, rest] -> [a cos - b sin, b cos + a sin, rest]."""
     half = rope.shape[1] // 2
-    sin, cos = rope.float().unsqueeze(1).split(half, dim=-1)
+    sin, cos = rope.float().unsqueeze(1).tensor_split(2, dim=-1)
     first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 

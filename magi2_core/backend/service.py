@@ -105,7 +105,7 @@ class Service:
                 "waited": waited,
             }
             if not isinstance(error, Interrupted):
-                error.__traceback__ = None
+                _let_go(error)
                 self._leave_groups()
             return failure
         finally:
@@ -172,10 +172,22 @@ class Service:
         self.reporter.send({"kind": "stalled", "rank": self.rank, "stage": position.stage, "step": position.step, "waits": waits})
 
     def _leave_groups(self) -> None:
-        """Closes this rank's process groups, so that no rank waits for this one."""
-        self.groups.close()
+        """Closes this rank's process groups, so that no rank waits for this one.
+
+        Closing waits for the captured graphs that hold the group's exchanges, so whatever is left of the job goes first.
+        """
         gc.collect()
+        self.groups.close()
         devices.empty_cache(self.pipeline.device)
+
+
+def _let_go(error: BaseException) -> None:
+    """Empties the frames that the error, and those it came from, passed through: they hold tensors and captured graphs."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
 
 
 class StepMarks:

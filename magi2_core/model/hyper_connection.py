@@ -34,6 +34,7 @@ class HyperState:
     coefficients. So the next branch connects and projects in one pass over the streams.
 
     A branch changes the state it is given: the streams are the largest tensor of a step, and a caller's copy would keep the old ones.
+    After an error in a branch the state is of no use.
     """
 
     streams: Tensor
@@ -48,7 +49,7 @@ class HyperState:
 
 
 class HyperConnectedLayer(nn.Module):
-    """Base of a layer: streams [S, N, C] around the branches `attn` and `mlp`."""
+    """Base of a layer: a `HyperState` goes through the branches `attn` and `mlp`."""
 
     def __init__(self, config: PreviewConfig, blocks: int) -> None:
         super().__init__()

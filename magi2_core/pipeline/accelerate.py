@@ -45,7 +45,7 @@ def choose_launch(attention: str, step: str, target: Target, kernels: str, group
         raise RequestError(f"step {chosen!r} needs the Triton kernels: plain ones wait for the device inside a step. Use eager or auto.")
     if chosen == "compile" and groups.world.is_real:
         raise RequestError(
-            f"step {chosen!r} is for one process without a fleet: a fleet's ranks talk inside a step. Use eager, graph or auto."
+            f"step {chosen!r} is for one process without a fleet: compiled layers were never run with exchanges between them. Use eager, graph or auto."
         )
     launch = Launch(attention=choose_attention(attention, target, kernels), step=chosen, groups=groups)
     log.info("kernels %s, attention %s (%s), step %s", kernels, launch.attention.name, launch.attention.reason, launch.step)
@@ -122,7 +122,8 @@ class CompiledForward:
 class GraphForward:
     """One graph for one request: the first step runs plainly (kernels are built and loaded then), the second is captured and replayed
     from then on. Captured memory goes back when this object does. Where ranks talk inside a step, the exchanges are captured with it,
-    and either every rank replays or none does.
+    and either every rank replays or none does. A peer that is lost during a replay is found by the fleet's watchdog, not by the library's
+    timeout, and process groups can be closed only when this object is gone.
     """
 
     def __init__(self, model: PreviewTransformer, groups: Groups | None = None) -> None:
@@ -131,6 +132,7 @@ class GraphForward:
         self._graph: Any = None
         self._inputs: PackedInputs | None = None
         self._out: Tensor | None = None
+        self._each = (0, 0)
 
     @property
     def captured(self) -> bool:
@@ -150,29 +152,43 @@ class GraphForward:
                 if mine is not None and given is not None:
                     mine.copy_(given)
         self._graph.replay()
+        self.groups.traffic.calls += self._each[0]
+        self.groups.traffic.sent_bytes += self._each[1]
         return self._out.clone()
 
     def _capture(self, inputs: PackedInputs) -> None:
-        module = devices.accelerator_module()
+        traffic = self.groups.traffic
+        before, failure, made = (traffic.calls, traffic.sent_bytes), "", None
+        try:
+            made = self._captured(inputs)
+        except Exception as error:
+            failure = _first_line(error)
+        # What was captured has not been sent; every replay sends it.
+        self._each = (traffic.calls - before[0], traffic.sent_bytes - before[1])
+        traffic.calls, traffic.sent_bytes = before
+        failures = gather_text(failure, self.groups.world)
+        first = next((rank for rank, text in enumerate(failures) if text), None)
+        if first is None and made is not None:
+            self._graph, self._inputs, self._out = made
+        elif first is not None:
+            where = f" on rank {first}" if self.groups.world.is_real else ""
+            log.warning("capturing a step failed%s, going on without: %s", where, failures[first])
+
+    def _captured(self, inputs: PackedInputs) -> tuple[Any, PackedInputs, Tensor]:
+        """The graph of a step, the inputs it reads and the result it writes."""
+        module, device = devices.accelerator_module(), self.model.device
         kept = replace(inputs, pieces=tuple(_own(piece) for piece in inputs.pieces))
-        devices.empty_cache(self.model.device)
+        devices.empty_cache(device)
         graph = module.CUDAGraph()
         # The collective library looks after its earlier calls from a thread of its own: only this thread is held to what a capture allows.
         mode = {"capture_error_mode": "thread_local"} if self.groups.world.is_real else {}
-        failure, out = "", None
         try:
             with module.graph(graph, **mode):
                 out = self.model(kept)
-        except Exception as error:
-            devices.synchronize(self.model.device)
-            failure = _first_line(error)
-        failures = gather_text(failure, self.groups.world)
-        first = next((rank for rank, text in enumerate(failures) if text), None)
-        if first is not None:
-            where = f" on rank {first}" if self.groups.world.is_real else ""
-            log.warning("capturing a step failed%s, going on without: %s", where, failures[first])
-            return
-        self._graph, self._inputs, self._out = graph, kept, out
+        except Exception:
+            devices.synchronize(device)
+            raise
+        return graph, kept, out
 
 
 def _own(piece: TokenPiece) -> TokenPiece:

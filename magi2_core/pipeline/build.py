@@ -309,7 +309,7 @@ def build_pipeline(
     env.set_deterministic_workspace()
     devices.synchronize(target)  # initialises the device: its memory statistics raise before that
     implementation, groups = choose_kernels(kernels, target, chosen), groups or Groups.local()
-    _check_groups(folder, groups, step)
+    _check_groups(folder, groups)
     width = components.preview_config(folder).head_dim if "preview" in catalog.present_components(folder) else PreviewConfig.head_dim
     launch = accelerate.choose_launch(attention, step, Target(device=target, dtype=chosen, head_dim=width), implementation, groups)
     return Pipeline(
@@ -323,7 +323,7 @@ def build_pipeline(
     )
 
 
-def _check_groups(folder: Path, groups: Groups, step: str) -> None:
+def _check_groups(folder: Path, groups: Groups) -> None:
     """Raises RequestError when this checkpoint's models cannot be split as the groups are."""
     if not groups.world.is_real:
         return
@@ -331,5 +331,3 @@ def _check_groups(folder: Path, groups: Groups, step: str) -> None:
     refiner = components.refiner_config(folder) if "refiner" in present else None
     if "preview" in present:
         groups.config.validate(components.preview_config(folder), refiner)
-    if step in ("compile", "graph"):
-        raise RequestError(f"step {step!r}: a step that several ranks share is launched eagerly. Use auto or eager.")

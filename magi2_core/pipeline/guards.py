@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import clear_frames
 
 import torch
 
@@ -38,8 +39,9 @@ def memory_guard(stage: str, device: torch.device, advice: Callable[[], str]) ->
         if not is_out_of_memory(error) and not isinstance(error, MemoryError):
             raise
         text = str(error).splitlines()[0] if str(error) else "the host is out of memory"
+        # The failed frames hold the tensors, and the new error would hold the frames.
+        clear_frames(error.__traceback__)
     if text:
-        # Raised outside the handler: the failed frames, which hold the tensors, are gone by then.
         peak = peak_bytes(device)
         empty_cache(device)
         used = f" after a peak of {gigabytes(peak)}" if peak else ""

@@ -3,6 +3,7 @@ equal to this process on one card; a cancelled job and a killed rank are followe
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from magi2_core.backend import runtime
 from magi2_core.backend.client import BackendClient, BackendSpec
-from magi2_core.errors import BackendDiedError, Interrupted
+from magi2_core.errors import BackendDiedError, Interrupted, OutOfMemoryError
 from magi2_core.pipeline.build import build_pipeline
 from magi2_core.request import Conditioning, DecodeRequest, EncodeRequest, Latents, RefineRequest, SampleRequest
 
@@ -23,7 +24,7 @@ FP32 = 2e-5
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.multi_gpu)])
-def cards(request: pytest.FixtureRequest, nano_folder: Path, folder: Path) -> Iterator[BackendClient]:
+def cards(request: pytest.FixtureRequest, nano_folder: Path, folder: Path, faults) -> Iterator[BackendClient]:
     """A fleet on that many cards."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} cards")
@@ -104,6 +105,16 @@ def test_killed_rank_then_the_next_job(cards: BackendClient, conditioning: Condi
     assert torch.equal(cards.submit(request_of(conditioning)).result(300).video, latents.video)
 
 
+def test_out_of_memory_then_the_next_job(cards: BackendClient, conditioning: Conditioning, latents: Latents, faults) -> None:
+    """Where exchanges wait on the device for the rank that failed, only its leaving, or the end of the fleet, frees the others."""
+    faults.arm("oom", len(cards.spec.devices) - 1, "preview", 3)
+    begun = time.monotonic()
+    with pytest.raises(OutOfMemoryError):
+        cards.submit(request_of(conditioning)).result(100)
+    assert faults.has_fired() and time.monotonic() - begun < 60
+    assert torch.equal(cards.submit(request_of(conditioning)).result(300).video, latents.video)
+
+
 def test_release_gives_the_memory_back(cards: BackendClient, latents: Latents) -> None:
     before = torch.cuda.mem_get_info()[0]
     pids = [rank["pid"] for rank in cards.status()["fleet"]["ranks"]]
@@ -113,8 +124,8 @@ def test_release_gives_the_memory_back(cards: BackendClient, latents: Latents) -
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 cards")
-def test_captured_steps_of_two_ranks(nano_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MAGI2_STEP=graph in a fleet: the bits of plain launches, and the same ends of a cancelled job and a killed rank."""
+def test_captured_steps_of_two_ranks(nano_folder: Path, folder: Path, faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MAGI2_STEP=graph in a fleet: the bits of plain launches, and the same ends of a cancelled job, a rank without memory and a killed one."""
     spec = BackendSpec(checkpoint=str(nano_folder), devices=("cuda:0", "cuda:1"), step_seconds=120)
     client = BackendClient(spec, folder / "plain")
     conditioning = client.submit(EncodeRequest(prompt="a red circle moves to the right")).result(300)
@@ -128,6 +139,7 @@ def test_captured_steps_of_two_ranks(nano_folder: Path, folder: Path, monkeypatc
         logs = "".join(path.read_text() for path in (folder / "graph").rglob("*.log"))
         assert "step graph" in logs and "capturing a step failed" not in logs
         test_cancel_then_the_next_job(client, conditioning, plain)
+        test_out_of_memory_then_the_next_job(client, conditioning, plain, faults)
         test_killed_rank_then_the_next_job(client, conditioning, plain)
     finally:
         client.close()

@@ -27,10 +27,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from magi2_kernels.common.tuning import shared_bytes
-from magi2_kernels.hyper_connection import kernel, projection
+from magi2_kernels.hyper_connection import kernel, kernel_projection
 
 name = sys.argv[3]
-function, table = getattr(projection, name), getattr(kernel, name.upper())
+function, table = getattr(kernel_projection, name), getattr(kernel, name.upper())
 strides = ("stride", "branch_stride", "post_stride", "res_stride")
 for row, arch, dtype, n in json.loads(sys.argv[2]):
     tile = table[row]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from magi2_core.device import accelerator_module
 from magi2_core.errors import DependencyError, RequestError
 from magi2_core.model.velocity import PreviewVelocity, Velocities
-from magi2_core.parallel.groups import Groups
+from magi2_core.parallel.groups import Groups, Traffic
 from magi2_core.pipeline import accelerate
 from magi2_core.pipeline.accelerate import GraphForward, Target, choose_attention, choose_launch, choose_step
 from magi2_core.pipeline.build import build_pipeline, choose_kernels
@@ -190,7 +190,7 @@ def test_graph_forward_of_ranks_replays_on_all_or_on_none(
 
     monkeypatch.setattr(accelerate.devices, "accelerator_module", lambda: Module)
     monkeypatch.setattr(accelerate, "gather_text", lambda text, group: [text, "RuntimeError: no memory"])
-    groups = SimpleNamespace(world=SimpleNamespace(is_real=True))
+    groups = SimpleNamespace(world=SimpleNamespace(is_real=True), traffic=Traffic())
     with build_pipeline(nano_folder, device="cpu").use("preview") as model, caplog.at_level(logging.WARNING):
         velocity = velocity_of(model)
         velocity.forward = GraphForward(model, groups)

@@ -1,5 +1,6 @@
 """Out-of-memory errors become ours, with advice; deterministic mode is a block."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ def test_memory_guard_translates_the_hosts_error() -> None:
         raise MemoryError
     with pytest.raises(OutOfMemoryError, match="decode"), memory_guard("decode", CPU, lambda: "smaller"):
         torch.empty(1 << 46, dtype=torch.float64)
+
+
+def test_memory_guard_lets_go_of_what_the_failed_frames_held() -> None:
+    """Their tensors are the memory that the next stage needs, and a captured graph among them would keep process groups from closing."""
+    seen = []
+
+    def stage() -> None:
+        held = torch.zeros(3)
+        seen.append(weakref.ref(held))
+        raise MemoryError
+
+    with pytest.raises(OutOfMemoryError) as caught, memory_guard("decode", CPU, lambda: "smaller"):
+        stage()
+    assert caught.value.__context__ is not None and seen[0]() is None
 
 
 def test_memory_guard_passes_other_errors() -> None:
