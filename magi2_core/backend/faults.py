@@ -1,8 +1,8 @@
 """Faults on purpose, for the tests of this pack only: reached through MAGI2_TEST_FAULTS, which names a file; without it nothing here runs.
 
 The file holds JSON: a list of {"kind", "rank", "stage", "step"}. A fault fires once: the rank that meets it makes `FILE.fired.N.TAG`,
-N its place in the list. Kinds: kill, stop (SIGSTOP), hang, stall (half a second), raise, oom, refuse (a RequestError), mismatch (another
-request hash), full (no room for frames).
+N its place in the list. Kinds: kill, stop (SIGSTOP), hang, stall (half a second), raise, oom, stuck (oom, and then process groups that cannot
+be closed, as a device's library may have), refuse (a RequestError), mismatch (another request hash), full (no room for frames).
 """
 
 import json
@@ -47,7 +47,7 @@ def fire(kind: str) -> None:
         time.sleep(3600)
     elif kind == "raise":
         raise ValueError("a fault of the tests")
-    elif kind == "oom":
+    elif kind in ("oom", "stuck"):
         raise torch.OutOfMemoryError("device out of memory: a fault of the tests")
     elif kind == "refuse":
         raise RequestError("a refusal of the tests")
@@ -62,6 +62,8 @@ def install(service: Any) -> None:
 
     def observe(position: Any) -> None:
         kind = pending(service.rank, position.stage, position.step)
+        if kind == "stuck":
+            object.__setattr__(service.groups, "close", lambda: time.sleep(3600))
         if kind is not None:
             fire(kind)
 

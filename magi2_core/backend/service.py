@@ -1,8 +1,9 @@
 """What a worker does when it is called: runs stages in lockstep with the other ranks, reports, stops, and gets over a failure.
 
 The driver's calls arrive on RPC threads; stages run on the worker's main thread only (the accelerator's current device belongs to a
-thread). Before a stage the ranks compare job number and request. After a failure that leaves the fleet alive a rank drops its process
-groups: their sockets close, ranks that still wait in a collective fail at once, and all join again before the next job.
+thread). Before a stage the ranks compare job number and request. A rank that fails answers first, then it drops its process groups: gloo's
+sockets close, ranks that still wait in a collective fail at once, and all join again before the next job. A device's library closes together
+with its peers, which may be waiting on their devices for this rank: then they do not answer, and the head ends the fleet.
 """
 
 import gc
@@ -51,6 +52,7 @@ class Service:
         self._tasks: queue.Queue[tuple[Callable[[], dict[str, Any]], queue.Queue[dict[str, Any]]]] = queue.Queue()
         self._cancelled: set[int] = set()
         self._events = 0
+        self._must_leave = False
 
     def loop(self) -> None:
         """Runs what is called, for ever, on the thread that calls this."""
@@ -58,6 +60,9 @@ class Service:
             task, answer = self._tasks.get()
             answer.put(task())
             del task, answer
+            if self._must_leave:
+                self._must_leave = False
+                self._leave_groups()
 
     def on_main_thread(self, task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Result of `task`, run by `loop`."""
@@ -106,7 +111,7 @@ class Service:
             }
             if not isinstance(error, Interrupted):
                 _let_go(error)
-                self._leave_groups()
+                self._must_leave = True
             return failure
         finally:
             self.reporter.wait(REPORT_SECONDS)

@@ -11,6 +11,7 @@ import torch
 
 from magi2_core.backend import runtime
 from magi2_core.backend.client import BackendClient
+from magi2_core.backend.fleet import SETTLE_SECONDS
 from magi2_core.errors import BackendDiedError, OutOfMemoryError, OutputError, RequestError
 from magi2_core.request import DecodeRequest, EncodeRequest, Latents
 
@@ -119,6 +120,16 @@ def test_failure_that_leaves_the_fleet_alive(fleet, faults, latents, sample, hel
     begun = time.monotonic()
     assert fleet.submit(sample()).result(60).sha256() == latents.sha256()
     assert time.monotonic() - begun < 5
+
+
+def test_failure_is_told_though_the_groups_cannot_be_closed(fleet, faults, latents, sample, helper) -> None:
+    """On devices the ranks that did not fail wait inside a kernel, and closing waits for them."""
+    fleet.submit(sample(num_inference_steps=1)).result(60)
+    faults.arm("stuck", 1, "preview", 2)
+    error, seconds, pids = fail(fleet, sample(), helper)
+    assert type(error) is OutOfMemoryError and error.details["rank"] == 1
+    assert seconds < SETTLE_SECONDS + REPORT_SECONDS and runtime.wait_gone(pids[1:], 5)
+    assert fleet.submit(sample()).result(60).sha256() == latents.sha256()
 
 
 def test_full_disk_keeps_the_fleet(fleet, faults, latents, helper) -> None:
