@@ -1,7 +1,8 @@
-"""Registers the pack's import names for every test, and finds the goldens."""
+"""Registers the pack's import names for every test, finds the goldens, and lets Ctrl-C through to the programs that tests start."""
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ _spec = importlib.util.spec_from_file_location("magi2_packages", ROOT / "magi2_c
 _packages = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_packages)
 _packages.register()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it runs in the background so, and a child inherits it: tests of Ctrl-C would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(os.environ.get("MAGI2_SHARED", ROOT.parent / "shared"))
 
