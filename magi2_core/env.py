@@ -120,7 +120,7 @@ def attention_choice() -> str:
 
 
 def acceleration_choice() -> str:
-    """How a preview step is launched (`MAGI2_STEP`: auto, eager, compile or graph; default auto: the one measured faster)."""
+    """How a preview step is launched (`MAGI2_STEP`: auto, eager, compile or graph; default auto: eager, see tests/bench/results/SUMMARY.md)."""
     return os.environ.get("MAGI2_STEP", "auto").lower()
 
 
