@@ -24,6 +24,7 @@ from magi2_core.errors import Interrupted, Magi2Error, RankMismatchError
 from magi2_core.parallel.collectives import check_same
 from magi2_core.parallel.groups import Groups
 from magi2_core.pipeline.build import Pipeline
+from magi2_core.pipeline.guards import let_go
 from magi2_core.pipeline.hooks import StageHooks
 from magi2_core.request import Latents, Progress
 
@@ -110,7 +111,7 @@ class Service:
                 "waited": waited,
             }
             if not isinstance(error, Interrupted):
-                _let_go(error)
+                let_go(error)
                 self._must_leave = True
             return failure
         finally:
@@ -184,15 +185,6 @@ class Service:
         gc.collect()
         self.groups.close()
         devices.empty_cache(self.pipeline.device)
-
-
-def _let_go(error: BaseException) -> None:
-    """Empties the frames that the error, and those it came from, passed through: they hold tensors and captured graphs."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
 
 
 class StepMarks:

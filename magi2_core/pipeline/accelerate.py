@@ -92,7 +92,7 @@ def forward_of(model: PreviewTransformer, step: str, groups: Groups | None = Non
         return model
     if step == "compile":
         return CompiledForward(model)
-    return GraphForward(model, groups or Groups.local())
+    return GraphForward(model, groups)
 
 
 class CompiledForward:

@@ -26,6 +26,18 @@ def deterministic(on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
+def let_go(error: BaseException) -> None:
+    """Empties the frames that an error, and those it came from, passed through: an error that is kept keeps their tensors and graphs."""
+    links: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while links:
+        link = links.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            clear_frames(link.__traceback__)
+            links += [link.__cause__, link.__context__]
+
+
 @contextmanager
 def memory_guard(stage: str, device: torch.device, advice: Callable[[], str]) -> Iterator[None]:
     """Turns the allocator's error into OutOfMemoryError with `advice()`; the device's caches are freed first, so the next stage can run."""
@@ -39,8 +51,7 @@ def memory_guard(stage: str, device: torch.device, advice: Callable[[], str]) ->
         if not is_out_of_memory(error) and not isinstance(error, MemoryError):
             raise
         text = str(error).splitlines()[0] if str(error) else "the host is out of memory"
-        # The failed frames hold the tensors, and the new error would hold the frames.
-        clear_frames(error.__traceback__)
+        let_go(error)
     if text:
         peak = peak_bytes(device)
         empty_cache(device)

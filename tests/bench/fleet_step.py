@@ -2,12 +2,14 @@
 
 Each rank is a process with its share of the tokens, heads and experts (the layout a fleet of so many cards takes), random weights, few
 distinct layers cycled over. "272p" and "540p" are the real requests. "share" is a smaller picture, whose tokens on two ranks are as many
-as 272p leaves each of eight: there the host's time to queue a layer shows. The launches must give the same velocities. With --device cpu a small model runs on gloo.
+as 272p leaves each of eight: there the host's time to queue a layer shows. The launches must give the same velocities. With --device cpu
+a small model runs on gloo.
 """
 
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -27,16 +29,6 @@ GRIDS = {"272p": None, "540p": None, "share": (whole.FRAMES, 8, 12)}
 TEXT = {"272p": whole.TEXT, "540p": whole.TEXT, "share": 512}
 LAYERS, LIMIT = 4, 2e-2
 """Distinct MoE layers a rank holds; relative difference of two launches (kernels are the same, so it is nearly nothing)."""
-
-
-SMALL = {
-    "num_layers": 4, "hidden_size": 64, "head_dim": 16, "text_in_channels": 24, "mm_layers": (0, 3),
-    "moe": {
-        "num_heads": 4, "num_experts": 8, "top_k": 2, "moe_layers": (1, 2), "expert_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32, "modality_specific_expert_intermediate_size": 32,
-    },
-}  # fmt: skip
-"""Of a run on the CPU."""
 
 
 def share_of(made: Any, groups: Any) -> None:
@@ -61,20 +53,69 @@ def velocities(step: Any, timestep: int) -> Tensor:
     return torch.cat([part.float().flatten() for part in parts])
 
 
+def timed_launch(step: Any, groups: Any, device: torch.device, runs: int) -> dict[str, Any]:
+    """Milliseconds of a step, and of the host's part of it: medians, the ranks starting together."""
+    from magi2_core.device import synchronize
+    from magi2_core.parallel.collectives import barrier
+
+    whole_ms, host_ms = [], []
+    for _ in range(runs):
+        synchronize(device)
+        barrier(groups.world)
+        begun = time.perf_counter()
+        step(700)
+        host_ms.append((time.perf_counter() - begun) * 1e3)
+        synchronize(device)
+        whole_ms.append((time.perf_counter() - begun) * 1e3)
+    return {
+        "ms": statistics.median(whole_ms),
+        "host_ms": statistics.median(host_ms),
+        "runs": runs,
+        "min": min(whole_ms),
+        "max": max(whole_ms),
+    }
+
+
+@torch.no_grad()
+def measure_shape(shape: str, made: Any, groups: Any, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    """Every launch of one shape, checked against the first."""
+    from magi2_core.device import empty_cache
+    from magi2_core.pipeline.accelerate import forward_of
+
+    row: dict[str, Any] = {}
+    first = None
+    grid = (2, 3, 4) if device.type == "cpu" else GRIDS[shape]
+    for launch in options["launches"]:
+        torch.manual_seed(1)
+        step = whole.step("272p" if shape == "share" else shape, made, text=TEXT[shape], grid=grid)
+        step.velocity.forward = forward_of(made[0], launch, groups)
+        for _ in range(3):
+            found = velocities(step, 700)
+        first = found if first is None else first
+        error = ((found - first).norm() / first.norm()).item()
+        assert error <= LIMIT, f"{shape} {launch}: velocities differ by {error:.2e} from those of {options['launches'][0]}"
+        row[launch] = timed_launch(step, groups, device, options["runs"]) | {"difference": error}
+        if launch == "graph":
+            row[launch]["captured"] = step.velocity.forward.captured
+        if groups.is_first:
+            print(f"step {shape} {launch} on {groups.world.size} ranks: {json.dumps(row[launch])}", flush=True)
+        del step
+        empty_cache(device)
+    return row
+
+
 def rank_main(rank: int, world: int, init_method: str, arguments: list[str]) -> int:
     """One rank: every shape and launch."""
-    from magi2_core.config import MoEConfig, PreviewConfig
-    from magi2_core.device import empty_cache, synchronize, use_full_fp32
-    from magi2_core.parallel.collectives import barrier
+    from magi2_core.config import PreviewConfig
+    from magi2_core.device import empty_cache, use_full_fp32
     from magi2_core.parallel.groups import Groups, plan_layout
-    from magi2_core.pipeline.accelerate import forward_of
     from magi2_kernels.common import choice
     from magi2_kernels.sink_attention import providers
 
     options = json.loads(arguments[0])
     on_cpu = options["device"] == "cpu"
     device = torch.device("cpu") if on_cpu else torch.device(options["device"], rank)
-    config = PreviewConfig(**SMALL | {"moe": MoEConfig(**SMALL["moe"])}) if on_cpu else PreviewConfig()
+    config = whole.small_config() if on_cpu else PreviewConfig()
     use_full_fp32()
     if not on_cpu:
         torch.cuda.set_device(device)
@@ -86,47 +127,9 @@ def rank_main(rank: int, world: int, init_method: str, arguments: list[str]) -> 
     made = whole.model("272p", config=config, device=options["device"], most=LAYERS)
     share_of(made[0], groups)
     empty_cache(device)
-    report: dict[str, Any] = {"layout": layout.name, "attention": providers.chosen(), "distinct MoE layers": made[1], "shapes": {}}
-    for shape in options["shapes"]:
-        row = report["shapes"].setdefault(shape, {})
-        torch.manual_seed(1)
-        first = None
-        with torch.no_grad():
-            for launch in options["launches"]:
-                torch.manual_seed(1)
-                step = whole.step(
-                    shape if GRIDS[shape] is None else "272p", made, text=TEXT[shape], grid=(2, 3, 4) if on_cpu else GRIDS[shape]
-                )
-                step.velocity.forward = forward_of(made[0], launch, groups)
-                for _ in range(3):
-                    found = velocities(step, 700)
-                first = found if first is None else first
-                error = ((found - first).norm() / first.norm()).item()
-                assert error <= LIMIT, f"{shape} {launch}: velocities differ by {error:.2e} from those of {options['launches'][0]}"
-                runs, hosts = [], []
-                for _ in range(options["runs"]):
-                    synchronize(device)
-                    barrier(groups.world)
-                    begun = time.perf_counter()
-                    step(700)
-                    hosts.append(time.perf_counter() - begun)
-                    synchronize(device)
-                    runs.append(time.perf_counter() - begun)
-                middle = len(runs) // 2
-                row[launch] = {
-                    "ms": sorted(runs)[middle] * 1e3,
-                    "host_ms": sorted(hosts)[middle] * 1e3,
-                    "runs": len(runs),
-                    "difference": error,
-                }
-                row[launch] |= {"min": min(runs) * 1e3, "max": max(runs) * 1e3}
-                if launch == "graph":
-                    row[launch]["captured"] = step.velocity.forward.captured
-                if rank == 0:
-                    print(f"step {shape} {launch} on {world} ranks: {json.dumps(row[launch])}", flush=True)
-                del step
-                empty_cache(device)
+    shapes = {shape: measure_shape(shape, made, groups, device, options) for shape in options["shapes"]}
     if rank == 0:
+        report = {"layout": layout.name, "attention": providers.chosen(), "distinct MoE layers": made[1], "shapes": shapes}
         Path(options["out"]).write_text(json.dumps(report))
     groups.close()
     return 0

@@ -10,24 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi2_core.config import MoEConfig, PreviewConfig
-
-TINY = PreviewConfig(
-    num_layers=4,
-    hidden_size=64,
-    head_dim=16,
-    text_in_channels=24,
-    mm_layers=(0, 3),
-    moe=MoEConfig(
-        num_heads=4,
-        num_experts=8,
-        top_k=2,
-        moe_layers=(1, 2),
-        expert_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        modality_specific_expert_intermediate_size=32,
-    ),
-)
+from magi2_core.config import PreviewConfig
 
 
 @pytest.fixture
@@ -45,28 +28,29 @@ def test_compare_layer_of_the_plain_kernels_are_equal_and_small(bench) -> None:
     whole = bench("whole")
     torch.manual_seed(0)
     for index in (0, 1):
-        made = whole.layer(index, config=TINY, device="cpu")
-        found = whole.compare_layer(made, index, config=TINY, device="cpu")
+        made = whole.layer(index, config=whole.small_config(), device="cpu")
+        found = whole.compare_layer(made, index, config=whole.small_config(), device="cpu")
         assert torch.equal(found.chosen, found.plain) and 1e-4 < found.error(found.plain) < 0.1
 
 
 def test_experts_fixed_leaves_rounding_only(bench) -> None:
     whole = bench("whole")
     torch.manual_seed(0)
-    made = whole.layer(1, config=TINY, device="cpu")
+    config = whole.small_config()
+    made = whole.layer(1, config=config, device="cpu")
     bias = made.mlp.moe_mlp.router.expert_bias_ema.clone()
     with whole.experts_fixed(made):
-        x = torch.randn(30, TINY.moe.num_heads, TINY.moe_head_dim).bfloat16()
+        x = torch.randn(30, config.moe.num_heads, config.moe_head_dim).bfloat16()
         chosen = made.mlp.moe_mlp.router(x, made.mlp.moe_mlp.gate).ids
         assert (chosen.sort(-1).values == chosen[:, :1].sort(-1).values).all()
-        found = whole.compare_layer(made, 1, config=TINY, device="cpu")
+        found = whole.compare_layer(made, 1, config=config, device="cpu")
     assert 1e-4 < found.error(found.plain) < 2e-2 and torch.equal(made.mlp.moe_mlp.router.expert_bias_ema, bias)
 
 
 def test_compare_layer_sees_a_wrong_layer(bench) -> None:
     whole = bench("whole")
     torch.manual_seed(0)
-    made = whole.layer(1, config=TINY, device="cpu")
+    made = whole.layer(1, config=whole.small_config(), device="cpu")
     right = made.attention.core
     # Wrong only under the kernels chosen now: the first of the two runs of the bf16 layer.
     calls = []
@@ -76,7 +60,7 @@ def test_compare_layer_sees_a_wrong_layer(bench) -> None:
         return right(*arguments) * (1.5 if len(calls) == 1 else 1)
 
     made.attention.core = wrong_at_first
-    found = whole.compare_layer(made, 1, config=TINY, device="cpu")
+    found = whole.compare_layer(made, 1, config=whole.small_config(), device="cpu")
     assert found.error(found.chosen) > 2 * found.error(found.plain)
 
 
@@ -84,7 +68,7 @@ def test_step_cycles_over_distinct_layers(bench, monkeypatch: pytest.MonkeyPatch
     whole = bench("whole")
     monkeypatch.setattr(whole, "NEGATIVE", 3)
     monkeypatch.setattr(whole, "AUDIO", 7)
-    made = whole.model("272p", config=TINY, device="cpu")
+    made = whole.model("272p", config=whole.small_config(), device="cpu")
     assert (len(made[0].block.layers), *made[1:]) == (4, 1, 2)
     step = whole.step("272p", made, text=5, grid=(2, 3, 4))
     found = step()

@@ -18,6 +18,22 @@ MOE_LAYER, DENSE_LAYER = 5, 0
 FREE_FOR_ACTIVATIONS = {"272p": 16 << 30, "540p": 48 << 30}
 
 
+def small_config() -> Any:
+    """A configuration of the same structure that a CPU runs: dense layers 0 and 3, MoE layers 1 and 2."""
+    from magi2_core.config import MoEConfig, PreviewConfig
+
+    moe = MoEConfig(
+        num_heads=4,
+        num_experts=8,
+        top_k=2,
+        moe_layers=(1, 2),
+        expert_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        modality_specific_expert_intermediate_size=32,
+    )
+    return PreviewConfig(num_layers=4, hidden_size=64, head_dim=16, text_in_channels=24, mm_layers=(0, 3), moe=moe)
+
+
 @torch.no_grad()
 def fill(module: nn.Module) -> nn.Module:
     """Random weights that keep activations near unit size: matrices by their fan-in, norms near one, small hyper-connection terms."""

@@ -217,7 +217,7 @@ def test_hyper_projection_every_setting_is_right(triton_device: str, monkeypatch
     want = (wide * (1 + norm.double())) @ phi.double()
     folded = kernel.fold_norm(norm, phi, torch.bfloat16)
     for name, tile in dict(kernel.PROJECT).items():
-        if name in ("interpreter", "wide"):
+        if name == "interpreter":
             continue
         monkeypatch.setattr(kernel, "PROJECT", {"default": tile})
         for _ in range(5):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from magi2_core.device import accelerator_module
 from magi2_core.errors import DependencyError, RequestError
+from magi2_core.model.packing import PackedInputs
 from magi2_core.model.velocity import PreviewVelocity, Velocities
 from magi2_core.parallel.groups import Groups, Traffic
 from magi2_core.pipeline import accelerate
@@ -190,16 +191,70 @@ def test_graph_forward_of_ranks_replays_on_all_or_on_none(
 
     monkeypatch.setattr(accelerate.devices, "accelerator_module", lambda: Module)
     monkeypatch.setattr(accelerate, "gather_text", lambda text, group: [text, "RuntimeError: no memory"])
-    groups = SimpleNamespace(world=SimpleNamespace(is_real=True), traffic=Traffic())
+    groups = SimpleNamespace(world=SimpleNamespace(is_real=True), traffic=Traffic(calls=7, sent_bytes=70))
     with build_pipeline(nano_folder, device="cpu").use("preview") as model, caplog.at_level(logging.WARNING):
         velocity = velocity_of(model)
         velocity.forward = GraphForward(model, groups)
         for timestep in (999, 500, 1):
             assert torch.isfinite(velocity(*latents_of(velocity), timestep).video_cond).all()
     assert not velocity.forward.captured and modes == ["thread_local"]
+    assert (groups.traffic.calls, groups.traffic.sent_bytes) == (7, 70)
     assert [record.getMessage() for record in caplog.records] == [
         "capturing a step failed on rank 1, going on without: RuntimeError: no memory"
     ]
+
+
+def test_graph_forward_tells_the_other_ranks_of_every_failure(
+    nano_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that fails before its capture begins must not leave the others waiting for its word."""
+
+    def broken() -> None:
+        raise RuntimeError("no graph here")
+
+    told = []
+
+    def gather(text: str, group: object) -> list[str]:
+        told.append(text)
+        return ["", text]
+
+    monkeypatch.setattr(accelerate.devices, "accelerator_module", lambda: SimpleNamespace(CUDAGraph=broken))
+    monkeypatch.setattr(accelerate, "gather_text", gather)
+    groups = SimpleNamespace(world=SimpleNamespace(is_real=True), traffic=Traffic())
+    with build_pipeline(nano_folder, device="cpu").use("preview") as model, caplog.at_level(logging.WARNING):
+        velocity = velocity_of(model)
+        velocity.forward = GraphForward(model, groups)
+        for timestep in (999, 500):
+            assert torch.isfinite(velocity(*latents_of(velocity), timestep).video_cond).all()
+    assert told == ["RuntimeError: no graph here"]
+    assert "failed on rank 1, going on without: RuntimeError: no graph here" in caplog.text
+
+
+def test_graph_forward_counts_what_replays_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = Traffic()
+
+    class Module:
+        CUDAGraph = staticmethod(lambda: SimpleNamespace(replay=lambda: None))
+
+        @staticmethod
+        def graph(graph, capture_error_mode: str):
+            return torch.no_grad()
+
+    class Model:
+        device = CPU
+
+        def __call__(self, inputs: object) -> torch.Tensor:
+            traffic.calls, traffic.sent_bytes = traffic.calls + 4, traffic.sent_bytes + 1000
+            return torch.zeros(2)
+
+    monkeypatch.setattr(accelerate.devices, "accelerator_module", lambda: Module)
+    monkeypatch.setattr(accelerate, "gather_text", lambda text, group: [text, ""])
+    inputs = PackedInputs(context=None, pieces=())
+    forward = GraphForward(Model(), SimpleNamespace(world=SimpleNamespace(is_real=True), traffic=traffic))
+    for step in range(1, 6):
+        forward(inputs)
+        assert (traffic.calls, traffic.sent_bytes) == (4 * step, 1000 * step)
+    assert forward.captured
 
 
 def test_compiled_forward_failure_is_one_line_and_the_plain_path(
@@ -279,6 +334,12 @@ def test_choose_launch_refuses_what_it_would_not_do(
     target = Target(device=torch.device("meta"), dtype=torch.bfloat16, head_dim=16)
     with pytest.raises(RequestError, match=rf"step '{step}' .*{says}"):
         choose_launch("reference", "auto", target, kernels, SimpleNamespace(world=SimpleNamespace(is_real=is_real)))
+
+
+def test_choose_launch_takes_a_graph_in_a_fleet() -> None:
+    groups = SimpleNamespace(world=SimpleNamespace(is_real=True))
+    target = Target(device=torch.device("meta"), dtype=torch.bfloat16, head_dim=16)
+    assert choose_launch("reference", "graph", target, "triton", groups).step == "graph"
 
 
 def test_choose_launch_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from magi2_core.errors import OutOfMemoryError, RequestError
 from magi2_core.pipeline import guards
-from magi2_core.pipeline.guards import check_host_memory, deterministic, host_memory_left, memory_guard
+from magi2_core.pipeline.guards import check_host_memory, deterministic, host_memory_left, let_go, memory_guard
 
 CPU = torch.device("cpu")
 
@@ -38,6 +38,30 @@ def test_memory_guard_lets_go_of_what_the_failed_frames_held() -> None:
     with pytest.raises(OutOfMemoryError) as caught, memory_guard("decode", CPU, lambda: "smaller"):
         stage()
     assert caught.value.__context__ is not None and seen[0]() is None
+
+
+def test_let_go_reaches_causes_and_contexts() -> None:
+    seen = []
+
+    def fail(error: Exception) -> None:
+        held = torch.zeros(3)
+        seen.append(weakref.ref(held))
+        raise error
+
+    def chain() -> None:
+        try:
+            fail(KeyError("context"))
+        except KeyError:
+            try:
+                fail(ValueError("cause"))
+            except ValueError as cause:
+                raise RuntimeError("last") from cause
+
+    with pytest.raises(RuntimeError) as caught:
+        chain()
+    assert all(held() is not None for held in seen)
+    let_go(caught.value)
+    assert [held() for held in seen] == [None, None]
 
 
 def test_memory_guard_passes_other_errors() -> None:
