@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -50,8 +51,9 @@ def test_fifty_mixed_jobs_with_flat_memory(tiny: Path, folder: Path, sample: Cal
         sizes.append([resident(pid) for pid in pids])
     assert helper.pids(client) == pids, "no process was replaced"
     half = len(sizes) // 2
-    for late, middle in zip(sizes[-1], sizes[half], strict=True):
-        assert late - middle < GROWTH_BYTES
+    # Over a round of all kinds of jobs: what one job leaves with the allocator goes up and down by 20 MB.
+    for late, middle in zip(zip(*sizes[-5:], strict=True), zip(*sizes[half - 2 : half + 3], strict=True), strict=True):
+        assert median(late) - median(middle) < GROWTH_BYTES
     assert client.submit(sample()).result(60).sha256() == latents.sha256()
     assert client.status()["kept"] == 0 and not [p for p in (folder / client.status()["key"]).iterdir() if p.is_file()]
     client.close()
