@@ -182,7 +182,9 @@ def test_no_transformers_is_refused_when_queued(start: Callable[..., Server]) ->
 def test_other_python_is_asked(start: Callable[..., Server], installation: Installation, tmp_path: Path) -> None:
     # one script in the place of MAGI2_PYTHON that is changed as a user would change an environment
     asked, run = tmp_path / "asked", f'exec "{installation.python}" "$@"'
-    count = f"echo x >> {asked}"
+    count = (
+        f'case "$2" in *importlib.metadata*) echo x >> "{asked}";; esac'  # the question alone: the script also starts the head and ranks
+    )
     python = tmp_path / "python"
     server = start(MAGI2_PYTHON=script(python, count, f"PYTHONPATH={old_transformers(tmp_path / 'old')} {run}"))
     errors = refused(server, graphs.to_file())
@@ -196,10 +198,8 @@ def test_other_python_is_asked(start: Callable[..., Server], installation: Insta
     script(python, count, run)
     asked.unlink()
     assert_taken(server, graphs.to_file())
-    assert server.wait_gone(server.workers, 30) == {}
-    before = len(asked.read_text().splitlines())
     assert set(refused(server, with_options(graphs.to_file(), layout="wide"))) == {"9"}
-    assert len(asked.read_text().splitlines()) == before  # asked once
+    assert asked.read_text() == "x\n"  # asked once
     python.unlink()
     errors = refused(server, graphs.to_file())
     assert set(errors) == {"1"} and f"MAGI2_PYTHON={python}" in errors["1"][0] and "python -m venv" in errors["1"][0], errors
