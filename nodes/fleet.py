@@ -1,8 +1,8 @@
 """The nodes' side of the backend pool: the specification a model handle stands for, room on the GPU before the first load, release.
 
-The pool is a singleton in the core; handles are descriptions. Release (DESIGN of the pack): the host has no callback for
-/free, but /free with free_memory drops every cached output, so the last handle dies while no prompt runs; in a prompt a
-handle's death is cache eviction and means nothing.
+The pool is a singleton in the core; handles are descriptions. Release: /free with free_memory drops every output that the host
+caches, so the last handle dies while no prompt runs; in a prompt a handle's death is cache eviction and means nothing. After
+an eviction no handle is left to die: then the request itself releases (routes.py sees it).
 """
 
 import logging
@@ -83,9 +83,15 @@ def watch(handle: ModelHandle) -> None:
 
 def _handle_gone() -> None:
     server = getattr(PromptServer, "instance", None)
-    if next(iter(_handles), None) is not None or server is None or server.prompt_queue.currently_running:
+    if server is not None and not server.prompt_queue.currently_running:
+        release_unused()
+
+
+def release_unused() -> None:
+    """The host was asked to free its memory: releases every fleet, in the background, unless a handle lives (then its death does)."""
+    if next(iter(_handles), None) is not None:
         return
-    log.info("ComfyUI freed its memory: the MAGI-2 processes are released.")
+    log.info("ComfyUI frees its memory: MAGI-2 processes are released.")
     threading.Thread(target=release_all, name="magi2-release", daemon=True).start()
 
 

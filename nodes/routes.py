@@ -1,7 +1,7 @@
 """The pack's two routes: GET /magi2/status and POST /magi2/release. They answer while a node runs and touch no file.
 
 Neither takes a path or starts anything. Release refuses a request that a page of another site sends: the host's own check
-covers browsers on loopback only.
+covers browsers on loopback only. The host's own POST /free is listened to, and stays as it is.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from . import feedback, fleet, report
 
 log = logging.getLogger("magi2.nodes")
 STATUS, RELEASE = "/magi2/status", "/magi2/release"
+FREE = ("/free", "/api/free")
 MAX_BODY = 1024
 
 
@@ -30,6 +31,20 @@ def register() -> None:
         return
     server.routes.get(STATUS)(status)
     server.routes.post(RELEASE)(release)
+    if hasattr(server, "app"):  # not in a host that runs prompts without a server
+        server.app.on_response_prepare.append(listen)
+
+
+async def listen(request: web.Request, response: web.StreamResponse) -> None:
+    """Hears every answer of the server, and acts on those that accepted a /free with free_memory."""
+    if request.method != "POST" or request.path not in FREE or response.status != 200:
+        return
+    try:
+        body = await request.json()  # the host has read it: this is its copy
+    except ValueError:
+        return
+    if isinstance(body, dict) and body.get("free_memory"):
+        fleet.release_unused()
 
 
 async def status(request: web.Request) -> web.Response:

@@ -38,6 +38,19 @@ def test_free_memory_releases_the_fleet(server: Server) -> None:
     assert server.run(graphs.to_file(steps=1)).status == "success"
 
 
+def test_free_memory_releases_a_fleet_that_an_unrelated_prompt_left_behind(server: Server) -> None:
+    assert server.run(graphs.to_file(steps=1)).status == "success"
+    assert server.run(graphs.UNRELATED).status == "success"  # the host drops the loader's output
+    fleet = server.workers()
+    assert fleet
+    server.post("/free", {"unload_models": True})
+    time.sleep(2)
+    assert server.workers() == fleet  # only models of its own are meant
+    server.post("/api/free", {"free_memory": True})
+    assert server.wait_gone(server.workers, 15) == {}
+    assert server.run(graphs.to_file(steps=1)).status == "success"
+
+
 def test_unload_node_releases_and_passes_through(server: Server) -> None:
     graph = graphs.sampling(steps=1)
     graph["5"] = {"class_type": "Magi2Unload", "inputs": {"passthrough": ["4", 0]}}
