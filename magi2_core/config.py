@@ -66,6 +66,8 @@ class MoEConfig:
     expert_intermediate_size: int = 1280
     shared_expert_intermediate_size: int = 1280
     modality_specific_expert_intermediate_size: int = 1280
+    split_merge_intermediate_size: int = 0
+    """Channels of all heads together; 0 (null in the file): as many as the model has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class PreviewConfig:
     video_in_channels: int = 48
     audio_in_channels: int = 64
     text_in_channels: int = 5120
-    intermediate_factor: int = 4
+    intermediate_factor: float = 4.0
     mm_layers: tuple[int, ...] = (0, 1, 38, 39)
     num_streams: int = 4
     sinkhorn_iterations: int = 20
@@ -103,9 +105,14 @@ class PreviewConfig:
         return int(self.hidden_size * self.intermediate_factor * 2 / 3) // 128 * 128
 
     @property
+    def moe_width(self) -> int:
+        """Channels of all MoE heads."""
+        return self.moe.split_merge_intermediate_size or self.hidden_size
+
+    @property
     def moe_head_dim(self) -> int:
         """Channels of one MoE head."""
-        return self.hidden_size // self.moe.num_heads
+        return self.moe_width // self.moe.num_heads
 
     @property
     def rope_bands(self) -> int:
@@ -120,8 +127,11 @@ class PreviewConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "preview/config.json") -> "PreviewConfig":
         """Reads the schema of a checkpoint's preview/config.json. Raises CheckpointError on a mode that is not built."""
-        moe_values = dict(values.get("moe_config") or {})
-        mhc, sinks, gating = (dict(values.get(key) or {}) for key in ("mhc_config", "attn_sinks", "attn_gating"))
+        moe_values, mhc, sinks, gating = (
+            dict(_section(values, key, where)) for key in ("moe_config", "mhc_config", "attn_sinks", "attn_gating")
+        )
+        if moe_values.get("split_merge_intermediate_size", 0) is None:
+            del moe_values["split_merge_intermediate_size"]
         for name, on in (("mhc_config", mhc), ("attn_sinks", sinks), ("attn_gating", gating)):
             if not on.get("enable", True):
                 raise CheckpointError(f"{where}: {name}.enable is false; this model is defined only with it on.")
@@ -129,7 +139,7 @@ class PreviewConfig:
             raise CheckpointError(f"{where}: activation_type is {values['activation_type']!r}, expected 'swiglu7'.")
         if moe_values.get("score_func", "sigmoid") != "sigmoid" or not moe_values.get("route_norm", True):
             raise CheckpointError(f"{where}: only score_func 'sigmoid' with route_norm true is defined.")
-        if float(values.get("attn_softcap", -1.0)) > 0:
+        if float(values.get("attn_softcap") or -1.0) > 0:
             raise CheckpointError(f"{where}: attn_softcap is {values['attn_softcap']}, only values <= 0 (off) are defined.")
         picked = _pick(cls, {key: value for key, value in values.items() if key != "moe"}, where)
         config = cls(
@@ -143,12 +153,18 @@ class PreviewConfig:
 
     def check(self, num_query_groups: int | None = None, where: str = "preview config") -> None:
         """Raises CheckpointError when the sizes contradict each other."""
+        sizes = {name: getattr(self, name) for name in ("num_layers", "hidden_size", "head_dim", "num_streams", "sink_tokens")}
+        sizes |= {f"moe {name}": getattr(self.moe, name) for name in ("num_heads", "num_experts", "top_k", "expert_intermediate_size")}
+        for name, size in sizes.items():
+            if size < 1:
+                raise CheckpointError(f"{where}: {name} is {size}, expected at least 1.")
         problems = [
             (self.hidden_size % self.head_dim != 0, f"hidden_size {self.hidden_size} is not a multiple of head_dim {self.head_dim}"),
-            (self.head_dim % 8 != 0, f"head_dim {self.head_dim} is not a multiple of 8"),
+            (self.head_dim < 8, f"head_dim {self.head_dim} is below 8, the least that rotates"),
             (
-                self.hidden_size % self.moe.num_heads != 0,
-                f"hidden_size {self.hidden_size} is not a multiple of moe num_heads {self.moe.num_heads}",
+                self.moe_width % self.moe.num_heads != 0 or self.moe_width < 1,
+                f"the experts' width {self.moe_width} (split_merge_intermediate_size, else hidden_size) is not a multiple of moe num_heads "
+                f"{self.moe.num_heads}",
             ),
             (self.moe.top_k > self.moe.num_experts, f"top_k {self.moe.top_k} exceeds num_experts {self.moe.num_experts}"),
             (
@@ -254,9 +270,9 @@ class RefinerConfig:
         arch.setdefault("local_attn_layers", list(range(int(arch.get("num_layers", cls.num_layers)))))
         merged = {**arch, **{key: proxy[key] for key in ("patch_size", "t_patch_size", "spatial_rope_interpolation") if key in proxy}}
         attention = proxy.get("attn_config", values.get("attn_config"))
-        window = (
-            WindowConfig() if attention is None else WindowConfig.from_dict(attention, int(proxy.get("frame_receptive_field", 11)), where)
-        )
+        field = proxy.get("frame_receptive_field", values.get("frame_receptive_field"))
+        dense = WindowConfig.dense_frame_receptive_field if field is None else int(field)
+        window = WindowConfig() if attention is None else WindowConfig.from_dict(attention, dense, where)
         config = cls(**_pick(cls, {key: value for key, value in merged.items() if key != "window"}, where), window=window)
         if config.hidden_size % config.head_dim or config.num_heads % config.num_query_groups:
             raise CheckpointError(

@@ -41,22 +41,6 @@ MOST_ROUTES = 2**31 - 2**10
 
 
 @triton.jit
-def _split_gate(gate_ptr, parts_ptr, d, E, HEADS, BD: tl.constexpr, BE: tl.constexpr):
-    # gate fp32 [G, E, d] to bf16 [3, G, d, E]: each part is what the ones before it miss.
-    blocks = tl.cdiv(E, BE)
-    head = tl.program_id(0) // blocks
-    e = (tl.program_id(0) % blocks) * BE + tl.arange(0, BE)
-    c = tl.program_id(1) * BD + tl.arange(0, BD)
-    mask = (e < E)[:, None] & (c < d)[None, :]
-    rest = tl.load(gate_ptr + (head.to(tl.int64) * E + e)[:, None] * d + c[None, :], mask=mask, other=0.0)
-    out = parts_ptr + (head.to(tl.int64) * d + c)[None, :] * E + e[:, None]
-    for part in tl.static_range(3):
-        value = rest.to(tl.bfloat16)
-        tl.store(out + part * (tl.cast(HEADS, tl.int64) * d * E), value, mask=mask)
-        rest = rest - value.to(tl.float32)
-
-
-@triton.jit
 def _route(
     x_ptr,
     gate_ptr,
@@ -156,14 +140,17 @@ def _plan_tiles(offsets_ptr, ends_ptr, expert_ptr, start_ptr, experts, capacity,
 
 
 def split_gate(gate: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """fp32 [G * E, d] to bf16 [3, G, d, E] for bf16 tokens, to fp32 [1, G, d, E] for fp32 ones."""
+    """fp32 [G * E, d] to bf16 [3, G, d, E] for bf16 tokens, to fp32 [1, G, d, E] for fp32 ones; each part is what the ones before miss.
+
+    Once a load, where the weights lie then: in host memory when they visit the device for a stage only.
+    """
     check_types("moe_routing", TYPES, x=torch.empty(0, dtype=dtype))
-    experts, d = gate.shape[0] // heads, gate.shape[1]
+    rest = gate.unflatten(0, (heads, -1)).transpose(1, 2)
     if dtype == torch.float32:
-        return gate.view(1, heads, experts, d).transpose(2, 3).contiguous()
-    parts = torch.empty(PARTS, heads, d, experts, dtype=torch.bfloat16, device=gate.device)
-    grid = (heads * triton.cdiv(experts, 32), triton.cdiv(d, 32))
-    _split_gate[grid](gate.contiguous(), parts, d, experts, heads, BD=32, BE=32)
+        return rest[None].contiguous()
+    parts = torch.empty(PARTS, *rest.shape, dtype=torch.bfloat16, device=gate.device)
+    for part in parts:
+        rest = rest - part.copy_(rest).float()
     return parts
 
 

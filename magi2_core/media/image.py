@@ -71,9 +71,9 @@ def _check_pixels(path: Path, width: int, height: int) -> None:
 
 
 def _to_rgb(image: "Image") -> "Image":
-    """RGB with 8 bits; Pillow clips 16-bit grey at 255 instead of scaling it, so that is done here."""
-    if image.mode.startswith("I"):
-        grey = np.asarray(image).astype(np.int64) >> 8
+    """RGB with 8 bits. Pillow clips grey of more bits at 255: where that would cut anything off, it is scaled from 16 bits instead."""
+    if image.mode.startswith("I") and (grey := np.asarray(image).astype(np.int64)).max() > 255:
+        grey >>= 8
         return load_package("PIL.Image").fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
 

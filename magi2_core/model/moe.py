@@ -140,8 +140,8 @@ class MoEMLP(nn.Module):
         hidden, moe = config.hidden_size, config.moe
         self.num_heads = moe.num_heads
         self.pre_norm = ModalityRMSNorm(hidden, NUM_MODALITIES)
-        self.split_linear = GroupedLinear(hidden, hidden, dtype=dtype)
-        self.merge_linear = GroupedLinear(hidden, hidden, dtype=dtype)
+        self.split_linear = GroupedLinear(hidden, config.moe_width, dtype=dtype)
+        self.merge_linear = GroupedLinear(config.moe_width, hidden, dtype=dtype)
         self.moe_mlp = MultiHeadMoE(config, dtype)
         shared, specific = moe.shared_expert_intermediate_size, moe.modality_specific_expert_intermediate_size
         self.shared_expert_fc1 = GroupedLinear(hidden, 2 * shared, dtype=dtype)

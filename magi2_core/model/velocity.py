@@ -41,6 +41,11 @@ class Velocities:
     audio_uncond: Tensor | None
 
 
+def _check_channels(name: str, given: int, wanted: int) -> None:
+    if given != wanted:
+        raise RequestError(f"{name}: {given} channels, but this checkpoint's preview transformer takes {wanted}.")
+
+
 class PreviewVelocity:
     """One request's velocity function. `forward` is the model, or the same function launched another way. Nothing in a call waits for
     the device."""
@@ -76,6 +81,11 @@ class PreviewVelocity:
         self.model, self.names = model, BRANCHES[branches]
         self.forward: Callable[[PackedInputs], Tensor] = model
         images = image_grids(special, ref_latents)
+        widths = {"text": text.shape[2], "negative text": negative.shape[2]}
+        widths |= {} if special is None else {"figure token": special.shape[2]}
+        _check_channels("video latents", latent_shape.channels, model.config.video_in_channels)
+        for name, width in widths.items():
+            _check_channels(name, width, model.config.text_in_channels)
         self.latent_shape, self.audio_latents = latent_shape, audio_latents
         all_branches = {
             "cond": BranchInputs(text=text, special=special, ref_latents=ref_latents),
@@ -103,10 +113,11 @@ class PreviewVelocity:
     def inputs(self, video: Tensor, audio: Tensor, timestep: int) -> PackedInputs:
         """The packed input of one evaluation; both branches share the latents."""
         device, channels = self.model.device, self.model.config.time_channels
-        if tuple(video.shape) != self.latent_shape.size or tuple(audio.shape[:2]) != (1, self.audio_latents):
+        audio_size = (1, self.audio_latents, self.model.config.audio_in_channels)
+        if tuple(video.shape) != self.latent_shape.size or tuple(audio.shape) != audio_size:
             raise RequestError(
                 f"latents are video {tuple(video.shape)}, audio {tuple(audio.shape)}; this request was prepared for video "
-                f"{self.latent_shape.size} and {self.audio_latents} audio latents."
+                f"{self.latent_shape.size} and audio {audio_size}."
             )
         latents = BranchInputs(text=self.branches[0].text, video=video.to(device), audio=audio.to(device))
         pieces = [

@@ -116,10 +116,11 @@ class TextEncoder:
         return TextFeatures(features=features, ids=self._row(tokens.ids), offsets=tokens.offsets, text=tokens.text)
 
     @torch.no_grad()
-    def hidden_states(self, prompt: str) -> tuple[Tensor, ...]:
+    def hidden_states(self, prompt: str, *, max_tokens: int = MAX_TOKENS, truncate: bool = False) -> tuple[Tensor, ...]:
         """All hidden states [1, L, C]: embeddings, each layer's output, and last the final norm's in place of the last layer's."""
         assert self.full_depth, "hidden_states needs an encoder made with full_depth=True"
-        return self._run(tokenize_prompt(self.tokenizer, prompt), output_hidden_states=True).hidden_states
+        tokens = tokenize_prompt(self.tokenizer, prompt, max_tokens=max_tokens, truncate=truncate)
+        return self._run(tokens, output_hidden_states=True).hidden_states
 
     def _row(self, values: tuple[int, ...]) -> Tensor:
         return torch.tensor([values], dtype=torch.long, device=self.device)

@@ -122,6 +122,10 @@ class TurboVAED(nn.Module):
             )
 
 
+TRAINING = ("aligned_feature_projection_heads.", "latents_mean", "latents_std")
+"""What a file of the training run holds beside its decoder (spec components.md 3.2)."""
+
+
 def load_turbo_state(path: Path) -> dict[str, Tensor]:
     """The `decoder.*` tensors of a `checkpoint.ckpt`, as stored (`ema_state_dict`, else `state_dict`, else the object itself).
 
@@ -135,7 +139,7 @@ def load_turbo_state(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{COMPONENT}: {path} holds {type(loaded).__name__}, expected a non-empty state dict.")
     state = {str(name).removeprefix("module."): value for name, value in loaded.items()}
     if not any(name.startswith(("decoder.", "encoder.")) for name in state):
-        state = {f"decoder.{name}": value for name, value in state.items()}
+        state = {f"decoder.{name}": value for name, value in state.items() if not name.startswith(TRAINING)}
     decoder = {name: value for name, value in state.items() if name.startswith("decoder.")}
     if not decoder:
         raise CheckpointError(f"{COMPONENT}: {path} has no tensor decoder.*; its first is {next(iter(state))!r}.")

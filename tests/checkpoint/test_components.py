@@ -267,20 +267,21 @@ def test_check_component_of_the_released_layout(tmp_path, toy, name, shards, cou
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"),
+    ("name", "key", "value", "message"),
     [
-        ("preview", "attn_softcap", "x"),
-        ("preview", "moe_config", [1]),
-        ("preview", "num_layers", 10**30),
-        ("preview", "mhc_config", {"num_stream": None}),
-        ("preview", "head_dim", 0),
-        ("refiner", "arch", 5),
-        ("refiner", "data_proxy", ["a"]),
+        ("preview", "attn_softcap", "x", "holds a value of a wrong kind"),
+        ("preview", "moe_config", [1], r"moe_config is \[1\], expected an object"),
+        ("preview", "num_layers", 10**30, "holds a value of a wrong kind"),
+        ("preview", "mhc_config", {"num_stream": None}, "holds a value of a wrong kind"),
+        ("preview", "head_dim", 0, "head_dim is 0, expected at least 1"),
+        ("preview", "intermediate_factor", "4", "intermediate_factor is '4', expected float"),
+        ("refiner", "arch", 5, "holds a value of a wrong kind"),
+        ("refiner", "data_proxy", ["a"], "holds a value of a wrong kind"),
     ],
 )
-def test_config_value_of_a_wrong_kind(nano_folder, tmp_path, name, key, value):
+def test_config_value_of_a_wrong_kind(nano_folder, tmp_path, name, key, value, message):
     path = tmp_path / name / "config.json"
     path.parent.mkdir()
     path.write_text(json.dumps({**json.loads((nano_folder / name / "config.json").read_text()), key: value}))
-    with pytest.raises(CheckpointError, match="holds a value of a wrong kind"):
+    with pytest.raises(CheckpointError, match=message):
         getattr(components, f"{name}_config")(tmp_path)

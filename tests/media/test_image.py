@@ -35,6 +35,12 @@ def test_load_image_scales_16_bit_grey(tmp_path: Path) -> None:
     assert image.load_image(tmp_path / "deep.png").unique().tolist() == [128]
 
 
+@pytest.mark.parametrize("mode", ["I", "I;16"])
+def test_load_image_keeps_grey_of_8_bits_in_a_wider_file(tmp_path: Path, mode: str) -> None:
+    Image.new(mode, (4, 4), 199).save(tmp_path / "wide.tif")
+    assert image.load_image(tmp_path / "wide.tif").unique().tolist() == [199]
+
+
 def test_load_image_turns_by_exif(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

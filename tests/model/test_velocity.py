@@ -65,7 +65,12 @@ def test_preview_velocity_wrong_latents_are_refused(small_model: PreviewTransfor
     velocity = PreviewVelocity(small_model, **small_request)
     with pytest.raises(RequestError, match="was prepared for video"):
         velocity(video[:, :, :1], audio, 600)
-    with pytest.raises(RequestError, match="audio latents"):
+    with pytest.raises(RequestError, match="and audio"):
         velocity(video, audio[:, :5], 600)
+    with pytest.raises(RequestError, match="and audio"):
+        velocity(video, torch.cat([audio, audio], dim=2), 600)
+    wider = small_request | {"text": small_request["text"].repeat(1, 1, 2)}
+    with pytest.raises(RequestError, match="text: .* channels, but this checkpoint's preview transformer takes"):
+        PreviewVelocity(small_model, **wider)
     with pytest.raises(RequestError, match="both, cond, uncond"):
         PreviewVelocity(small_model, **small_request, branches="neither")

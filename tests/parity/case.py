@@ -14,6 +14,21 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from magi2_core.request import GuidanceOptions
+
+GUIDANCE_NAMES = {
+    "start_frame_trick": "use_cfg_trick",
+    "start_frames": "cfg_trick_start_frame",
+    "start_frame_scale": "cfg_trick_value",
+    "dynamic": "use_dynamic_cfg",
+    "dynamic_below_timestep": "dynamic_cfg_start_t",
+    "dynamic_scale": "dynamic_cfg_cutoff_value",
+    "skimmed": "use_skimmed_cfg_linear",
+    "skimmed_scale": "skimmed_cfg_scale",
+    "rescale": "cfg_rescale",
+}
+"""Field of GuidanceOptions -> its name in an evaluation config."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -37,6 +52,17 @@ class Case:
     def config(self) -> dict[str, Any]:
         path = self.folder / "config.json"
         return json.loads(path.read_text()) if path.is_file() else {}
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """Sampler settings: a section of their own, else the configuration itself."""
+        return {**self.config, **self.config.get("evaluation_config", {})}
+
+    @property
+    def guidance(self) -> GuidanceOptions:
+        """The guidance options that the case names; the others as released."""
+        said = self.evaluation
+        return GuidanceOptions(**{field: said[name] for field, name in GUIDANCE_NAMES.items() if said.get(name) is not None})
 
     @cached_property
     def model_config(self) -> dict[str, Any]:

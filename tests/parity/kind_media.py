@@ -15,7 +15,7 @@ def run(case) -> dict[str, Tensor]:
 def _video_post(case) -> dict[str, Tensor]:
     (clip,) = (value for value in case.inputs.values() if value.ndim == 4)
     produced = {}
-    for name in case.outputs:
+    for name in (name for name, rule in case.spec["compare"].items() if rule != "ignore"):
         width, height = (int(part) for part in re.search(r"(\d+)x(\d+)$", name).groups())
         produced[name] = frames.resize_frames(clip, width, height)
     return produced
@@ -24,10 +24,13 @@ def _video_post(case) -> dict[str, Tensor]:
 def _image_preprocess(case) -> dict[str, Tensor]:
     produced = {}
     for name, golden in case.outputs.items():
+        if case.spec["compare"].get(name, "ignore") == "ignore":
+            continue
         key, _, form = name.partition(".")
         entry = case.config["cases"][key]
         stem, _, mode = key.partition("__")
-        picture = image.load_image(case.folder / case.config.get("png", "png/<case>.png").replace("<case>", stem))
+        named = case.folder / case.config.get("png", "png/<case>.png").replace("<case>", stem)
+        picture = image.load_image(named if named.is_file() else next(named.parent.glob(f"{stem}.*")))
         height, width = entry["gen_hw"]
         arguments = (width, height, mode or "original")
         if form == "resizepad_uint8":

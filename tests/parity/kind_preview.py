@@ -248,7 +248,7 @@ def case_branches(case) -> list[BranchInputs]:
         "ref_latents": inputs.get("ref_image_feat"),
     }
     cond, uncond = (BranchInputs(text=inputs[name], **shared) for name in ("txt_feat", "null_txt_feat"))
-    return [cond, uncond if case.config.get("use_ref_for_uncond", True) else uncond.without_ref()]
+    return [cond, uncond if case.evaluation.get("use_ref_for_uncond", True) else uncond.without_ref()]
 
 
 def case_items(case, branches: list[BranchInputs]) -> list[ItemShape]:
@@ -324,7 +324,7 @@ def run_transformer(case, dtype: torch.dtype, golden: Tensors) -> Tensors:
         negative=inputs["null_txt_feat"],
         special=inputs.get("ref_image_special_token_embedding"),
         ref_latents=inputs.get("ref_image_feat"),
-        use_ref_for_uncond=case.config.get("use_ref_for_uncond", True),
+        use_ref_for_uncond=case.evaluation.get("use_ref_for_uncond", True),
     )
     result = velocity(inputs["latent"], inputs["audio_latent"], int(inputs["timestep"]))
     found["rope"] = velocity.context.rope

@@ -1,5 +1,6 @@
 """Goldens of the sampler: schedule and solver traces, whole denoising runs, and the reference engine's own evaluation."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from magi2_core.checkpoint.index import torch_component
 from magi2_core.checkpoint.load import load_module
 from magi2_core.checkpoint.slices import expert_slices
-from magi2_core.config import PreviewConfig
+from magi2_core.config import GenerationDefaults, PreviewConfig, RefinerSampling
 from magi2_core.media.image import prepare_reference
 from magi2_core.model.moe import Router
 from magi2_core.model.preview import PreviewTransformer
@@ -46,20 +47,30 @@ def run_denoise(case, groups: Groups) -> dict[str, Tensor]:
 
 
 def _run_schedule(case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tags are a word and the number of steps, as "s8" and "refiner5"; a tag may have tables alone."""
+    tags = {name.rsplit("_", 1)[0] for name in case.spec["compare"] if name.endswith(("_sigmas", "_timesteps"))}
+    tags |= {name.removesuffix("_x0") for name in case.inputs if name.endswith("_x0")}
     produced = {}
-    for name in case.inputs:
-        if not name.endswith("_x0"):
-            continue
-        tag = name.removesuffix("_x0")
-        outputs = case.inputs[f"{tag}_model_outputs"]
-        schedule = flow_schedule(outputs.shape[0], 5.0 if tag.startswith("refiner") else 7.0)
+    for tag in tags:
+        start, outputs = case.inputs.get(f"{tag}_x0"), case.inputs.get(f"{tag}_model_outputs")
+        steps = int(re.sub(r"\D", "", tag)) if outputs is None else outputs.shape[0]
+        schedule = flow_schedule(steps, _shift_of(case, tag))
         produced[f"{tag}_sigmas"] = schedule.sigmas
         produced[f"{tag}_timesteps"] = torch.tensor(schedule.timesteps)
-        produced[f"{tag}_trajectory"] = _trajectory(schedule, case.inputs[name], lambda x, i, given=outputs: given[i])
-        produced[f"{tag}_trajectory_statedep"] = _trajectory(
-            schedule, case.inputs[name], lambda x, i: torch.tanh(1.3 * x) - 0.4 * x + 0.1 * (i % 3)
-        )
+        if start is not None and outputs is not None:
+            produced[f"{tag}_trajectory"] = _trajectory(schedule, start, lambda x, i, given=outputs: given[i])
+        if start is not None:
+            produced[f"{tag}_trajectory_statedep"] = _trajectory(
+                schedule, start, lambda x, i: torch.tanh(1.3 * x) - 0.4 * x + 0.1 * (i % 3)
+            )
     return produced
+
+
+def _shift_of(case, tag: str) -> float:
+    """What the case says, for its tag or for all; else the released one of the stage."""
+    said = case.evaluation.get("shift", case.config.get("case_params", {}).get("shift"))
+    found = said.get(tag) if isinstance(said, dict) else said
+    return float(found) if found is not None else RefinerSampling().shift if tag.startswith("refiner") else GenerationDefaults().shift
 
 
 def _trajectory(schedule, sample: Tensor, velocity) -> Tensor:
@@ -102,7 +113,7 @@ def _velocity_model(case, model: PreviewTransformer, video: Tensor, audio: Tenso
         negative=given["null_txt_feat"],
         special=given.get("ref_image_special_token_embedding"),
         ref_latents=given.get("ref_image_feat"),
-        use_ref_for_uncond=case.config.get("use_ref_for_uncond", True),
+        use_ref_for_uncond=case.evaluation.get("use_ref_for_uncond", True),
         branches=groups.branch,
     )
     return shared_velocity(velocity, groups)
@@ -130,14 +141,16 @@ class _GapMeter:
 
 def _options(case) -> DenoiseOptions:
     return DenoiseOptions(
-        video_guidance=float(case.config["video_txt_guidance_scale"]), audio_guidance=float(case.config["audio_txt_guidance_scale"])
+        video_guidance=float(case.evaluation["video_txt_guidance_scale"]),
+        audio_guidance=float(case.evaluation["audio_txt_guidance_scale"]),
+        guidance=case.guidance,
     )
 
 
 @torch.no_grad()
 def _run_denoise(case, dtype: torch.dtype, groups: Groups = ALONE) -> dict[str, Tensor]:
     video, audio = case.inputs["latent"], case.inputs["audio_latent"]
-    steps, shift = int(case.config["case_params"]["steps"]), float(case.config["shift"])
+    steps, shift = int(case.config["case_params"]["steps"]), float(case.evaluation["shift"])
     model, options, schedule = _load_model(case, dtype, groups), _options(case), flow_schedule(steps, shift)
     meter, recorder = _GapMeter(model), _Recorder(_velocity_model(case, model, video, audio, groups))
     produced = {"timesteps": torch.tensor(schedule.timesteps), "sigmas": schedule.sigmas}
@@ -158,8 +171,9 @@ def _run_denoise(case, dtype: torch.dtype, groups: Groups = ALONE) -> dict[str, 
             f"{tag}_audio_latent": state.sample["audio"],
         }
     produced |= {"final_latent": state.sample["video"], "final_audio_latent": state.sample["audio"]}
-    gaps = gather_rows(torch.stack(meter.gaps)[None], groups.world, [1] * groups.world.size)
-    produced["router_min_gap_per_step_and_moe_layer"] = gaps.amin(dim=0).view(steps, -1)
+    if meter.gaps:
+        gaps = gather_rows(torch.stack(meter.gaps)[None], groups.world, [1] * groups.world.size)
+        produced["router_min_gap_per_step_and_moe_layer"] = gaps.amin(dim=0).view(steps, -1)
     return produced
 
 
@@ -171,7 +185,7 @@ def _run_engine(case, dtype: torch.dtype) -> dict[str, Tensor]:
     model = _load_model(case, dtype)
     video = stream.draw((1, model.config.video_in_channels, *shape.latent().size[2:]))
     audio = stream.draw((1, shape.audio_latents(), model.config.audio_in_channels))
-    steps, shift = int(params["steps"]), float(case.config["shift"])
+    steps, shift = int(params["steps"]), float(case.evaluation["shift"])
     final = denoise(_velocity_model(case, model, video, audio), start_state(steps, shift, video, audio), _options(case), DenoiseHooks())
     produced = {
         "init_latent": video,
@@ -181,7 +195,8 @@ def _run_engine(case, dtype: torch.dtype) -> dict[str, Tensor]:
         "final_audio_latent": final.sample["audio"],
     }
     if "image_uint8" in case.inputs:
-        produced["vae_input"] = prepare_reference(case.inputs["image_uint8"], params["w"], params["h"])
+        kind = case.evaluation.get("ref_image_type", "original")
+        produced["vae_input"] = prepare_reference(case.inputs["image_uint8"], params["w"], params["h"], kind)
     return produced
 
 

@@ -34,24 +34,20 @@ def _encoder(case) -> dict[str, Tensor]:
             continue
         *dtype, tag, what = name.split(".")
         prompt_name, _, limit = tag.partition("_maxlen")
-        record = prompts[prompt_name]
+        record, cut = prompts[prompt_name], {"max_tokens": int(limit or MAX_TOKENS), "truncate": True}
         if not dtype:
-            produced[name] = _tokens(tokenizer, record["prompt"], what)
+            tokens = tokenize_prompt(tokenizer, record["prompt"], **cut)
+            produced[name] = torch.tensor([tokens.ids if what == "input_ids" else tokens.attention_mask])
         elif what in ("hidden", "special"):
-            features = encoders[dtype[0]].encode(record["prompt"], max_tokens=int(limit or MAX_TOKENS), truncate=bool(limit))
+            features = encoders[dtype[0]].encode(record["prompt"], **cut)
             rows = case.outputs[name].shape[0]
             produced[name] = features.features if what == "hidden" else _special(features, record, rows)
         else:
-            states = deep(dtype=DTYPES[dtype[0]]).hidden_states(record["prompt"])
+            states = deep(dtype=DTYPES[dtype[0]]).hidden_states(record["prompt"], **cut)
             prefix = f"{dtype[0]}.{tag}."
             produced.update({f"{prefix}all_hidden_{index}": state for index, state in enumerate(states)})
             produced[prefix + "last_hidden_state"] = states[-1]
     return produced
-
-
-def _tokens(tokenizer, prompt: str, what: str) -> Tensor:
-    tokens = tokenize_prompt(tokenizer, prompt)
-    return torch.tensor([tokens.ids if what == "input_ids" else tokens.attention_mask])
 
 
 def _special(features, record: dict[str, Any], rows: int) -> Tensor:

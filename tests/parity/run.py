@@ -9,6 +9,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,7 +53,18 @@ KINDS = {
 
 
 def run_case(folder: Path):
-    """Runs one case; returns its fp32 report and, where it applies, its bf16 report."""
+    """Runs one case; returns its reports. One that cannot be run, for whatever reason, is a miss that says why: the next cases run."""
+    try:
+        return _reports(folder)
+    except Exception as error:
+        traceback.print_exc()
+        report = load_sibling("case").Report()
+        report.add(False, f"{type(error).__name__}: {error}")
+        return [report]
+
+
+def _reports(folder: Path):
+    """The fp32 report of a case and, where it applies, its bf16 report."""
     cases = load_sibling("case")
     case = cases.Case(folder)
     if case.kind not in KINDS:

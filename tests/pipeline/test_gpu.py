@@ -100,6 +100,14 @@ def test_placement_roundtrip_gives_the_same_clip_and_the_memory_back(pipeline: P
     assert torch.cuda.memory_allocated() - before < 1 << 22
 
 
+def test_placement_roundtrip_with_triton_kernels(nano_folder: Path) -> None:
+    found = []
+    for place in ("resident", "roundtrip"):
+        pipeline = build_pipeline(nano_folder, dtype="bfloat16", kernels="triton", placement={"preview": place})
+        found.append(pipeline.sample(request(pipeline, deterministic=True)).sha256())
+    assert found[0] == found[1]
+
+
 def test_bfloat16_end_to_end_with_a_picture(nano_folder: Path) -> None:
     rounded = build_pipeline(nano_folder, dtype="bfloat16", kernels="reference")
     image = torch.full((64, 112, 3), 128, dtype=torch.uint8)
