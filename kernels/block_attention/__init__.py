@@ -3,8 +3,10 @@
 from torch import Tensor
 
 from ..common.checks import check_rank
-from . import reference
+from ..common.choice import implementation
 from .layout import BlockLayout
+
+FILES = {"reference": "reference", "triton": "library"}
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> None:
@@ -37,4 +39,4 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, sca
     """
     _check(q, k, v, layout)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    return reference.block_attention_reference(q, k, v, layout.block_offsets, layout.neighbour_offsets, layout.neighbours, scale)
+    return implementation(__name__, FILES).block_attention(q, k, v, layout, scale)

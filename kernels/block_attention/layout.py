@@ -6,12 +6,34 @@ Legend: S tokens, N blocks, P block pairs.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockGroup:
+    """Blocks with equally many queries and keys; int64 tensors on one device.
+
+    first_query: [B], the first token of every block. queries, keys: tokens a block has, and sees.
+    range_starts, range_lengths: [R], runs of consecutive keys, block after block; block b has runs range_ends[b] .. range_ends[b + 1] - 1.
+    """
+
+    queries: int
+    keys: int
+    first_query: Tensor
+    range_starts: Tensor
+    range_lengths: Tensor
+    range_ends: tuple[int, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """B."""
+        return len(self.range_ends) - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BlockLayout:
     """Block borders and neighbour lists; int32 tensors on one device.
 
@@ -32,6 +54,58 @@ class BlockLayout:
     def num_blocks(self) -> int:
         """N."""
         return self.block_offsets.numel() - 1
+
+    @cached_property
+    def tail(self) -> int:
+        """Tokens after the last block."""
+        return self.num_tokens - self.offsets[-1]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """`block_offsets` on the host; waits for the device, once."""
+        return self.block_offsets.tolist()
+
+    @cached_property
+    def key_ranges(self) -> list[list[tuple[int, int]]]:
+        """Of every block the token ranges (start, stop) that it sees, the tail among them, adjacent ones merged; waits for the device, once."""
+        offsets, lists, ids = self.offsets, self.neighbour_offsets.tolist(), self.neighbours.tolist()
+        tail = (offsets[-1], self.num_tokens)
+        found = []
+        for block in range(self.num_blocks):
+            ranges: list[tuple[int, int]] = []
+            for start, stop in [*((offsets[i], offsets[i + 1]) for i in ids[lists[block] : lists[block + 1]]), tail]:
+                if ranges and ranges[-1][1] == start:
+                    ranges[-1] = (ranges[-1][0], stop)
+                elif start < stop:
+                    ranges.append((start, stop))
+            if not ranges and offsets[block] < offsets[block + 1]:
+                raise ValueError(f"block {block} has tokens but sees none: give it itself at least.")
+            found.append(ranges)
+        return found
+
+    @cached_property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        """The blocks that have queries and see keys, sorted by how many."""
+        members: dict[tuple[int, int], list[int]] = {}
+        for block, ranges in enumerate(self.key_ranges):
+            queries, keys = self.offsets[block + 1] - self.offsets[block], sum(stop - start for start, stop in ranges)
+            members.setdefault((queries, keys), []).append(block)
+        return tuple(self._group(*size, blocks) for size, blocks in members.items() if all(size))
+
+    def _group(self, queries: int, keys: int, blocks: list[int]) -> BlockGroup:
+        ranges = [part for block in blocks for part in self.key_ranges[block]]
+        ends = [0]
+        for block in blocks:
+            ends.append(ends[-1] + len(self.key_ranges[block]))
+        device = self.block_offsets.device
+        return BlockGroup(
+            queries=queries,
+            keys=keys,
+            first_query=torch.tensor([self.offsets[block] for block in blocks], device=device),
+            range_starts=torch.tensor([start for start, _ in ranges], device=device),
+            range_lengths=torch.tensor([stop - start for start, stop in ranges], device=device),
+            range_ends=tuple(ends),
+        )
 
     def to(self, device: torch.device | str) -> "BlockLayout":
         """The same layout with its tensors on `device`."""

@@ -1,4 +1,4 @@
-"""Block attention in plain PyTorch: the truth the kernel is tested against.
+"""Block attention in plain PyTorch: the truth the fast form is tested against.
 
 Softmax over the exact key set of each query block, computed in fp32 (fp64 for fp64 inputs) and cast back. Memory is bounded
 by `SCORE_BUDGET`: queries are taken in rows that fit, so the tail of a long sequence works too.
@@ -7,6 +7,8 @@ Legend: S tokens, H heads, Hkv key/value heads, Dh head width.
 
 import torch
 from torch import Tensor
+
+from .layout import BlockLayout
 
 SCORE_BUDGET = 1 << 26
 """Scores held at once (heads x queries x keys): 256 MB in fp32."""
@@ -26,38 +28,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.cat(pieces, dim=2).reshape(heads, queries, width)
 
 
-def _key_ranges(ids: list[int], offsets: list[int], tail: tuple[int, int]) -> list[tuple[int, int]]:
-    """The token ranges of the key blocks `ids` and the tail, adjacent ones merged."""
-    ranges: list[tuple[int, int]] = []
-    for start, stop in [*((offsets[i], offsets[i + 1]) for i in ids), tail]:
-        if start == stop:
-            continue
-        if ranges and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], stop)
-        else:
-            ranges.append((start, stop))
-    return ranges
-
-
-def block_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, block_offsets: Tensor, neighbour_offsets: Tensor, neighbours: Tensor, scale: float
-) -> Tensor:
-    """Attention where a block sees its neighbour blocks and the tail, and the tail sees all.
-
-    Args: q [S, H, Dh]; k, v [S, Hkv, Dh]; the three int32 tensors of BlockLayout. Returns [S, H, Dh] in q's dtype.
-    """
-    tokens = q.shape[0]
+def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> Tensor:
+    """Attention where a block sees its neighbour blocks and the tail, and the tail sees all; as the public function."""
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries, keys, values = (x.transpose(0, 1).to(work) for x in (q, k, v))
-    offsets, lists, ids = block_offsets.tolist(), neighbour_offsets.tolist(), neighbours.tolist()
-    tail = (offsets[-1], tokens)
     out = torch.empty_like(q)
-    for block in range(len(offsets) - 1):
-        start, stop = offsets[block], offsets[block + 1]
-        ranges = _key_ranges(ids[lists[block] : lists[block + 1]], offsets, tail)
-        seen_keys = torch.cat([keys[:, a:b] for a, b in ranges], dim=1)
-        seen_values = torch.cat([values[:, a:b] for a, b in ranges], dim=1)
+    for start, stop, ranges in zip(layout.offsets, layout.offsets[1:], layout.key_ranges, strict=False):
+        seen_keys, seen_values = (torch.cat([x[:, a:b] for a, b in ranges], dim=1) for x in (keys, values))
         out[start:stop] = _attend(queries[:, start:stop], seen_keys, seen_values, scale).transpose(0, 1).to(q.dtype)
-    if tail[0] < tail[1]:
-        out[tail[0] :] = _attend(queries[:, tail[0] :], keys, values, scale).transpose(0, 1).to(q.dtype)
+    first = layout.offsets[-1]
+    if first < layout.num_tokens:
+        out[first:] = _attend(queries[:, first:], keys, values, scale).transpose(0, 1).to(q.dtype)
     return out

@@ -43,6 +43,12 @@ def check_types(op: str, types: tuple[torch.dtype, ...], **tensors: Tensor) -> N
             )
 
 
+def norm_scale(op: str, weight: Tensor) -> Tensor:
+    """A norm's weight as the kernels read it, contiguous. Raises ValueError on a type that is not fp32."""
+    check_types(op, (torch.float32,), weight=weight)
+    return weight.contiguous()
+
+
 def modality_ids(weight: Tensor, segments: ModalitySegments | None, block: int) -> Tensor | None:
     """The modality of every row when `weight` holds several blocks of `block` numbers, None when it holds one."""
     return segments.ids if segments is not None and weight.shape[0] != block else None

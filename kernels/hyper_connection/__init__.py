@@ -113,9 +113,16 @@ def _check_mix(
         raise ValueError(f"phi has shape {tuple(weights.phi.shape)}, expected {(n * channels, n * (n + 2))}.")
 
 
-def _check_branch(streams: Tensor, branch: Tensor) -> None:
-    if branch.shape != (streams.shape[0], streams.shape[2]):
-        raise ValueError(f"branch has shape {tuple(branch.shape)}, expected {(streams.shape[0], streams.shape[2])}.")
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}.")
+
+
+def _check_connect(streams: Tensor, branch: Tensor, coefficients: HyperCoefficients) -> None:
+    tokens, n, channels = streams.shape
+    _check_shape("branch", branch, (tokens, channels))
+    _check_shape("post", coefficients.post, (tokens, n))
+    _check_shape("res", coefficients.res, (tokens, n, n))
 
 
 def hyper_mix(
@@ -151,6 +158,7 @@ def hyper_mix(
 def hyper_branch_input(streams: Tensor, pre: Tensor) -> Tensor:
     """Sums the streams with the weights `pre`: [S, N, C] and [S, N] to [S, C] in the type of `streams`, fp32 inside."""
     check_rank("streams", streams, 3)
+    _check_shape("pre", pre, streams.shape[:2])
     return implementation(__name__, FILES).hyper_branch_input(streams, pre)
 
 
@@ -166,7 +174,7 @@ def hyper_connect(streams: Tensor, branch: Tensor, coefficients: HyperCoefficien
         [S, N, C], new memory.
     """
     check_rank("streams", streams, 3)
-    _check_branch(streams, branch)
+    _check_connect(streams, branch, coefficients)
     return implementation(__name__, FILES).hyper_connect(streams, branch, coefficients.post, coefficients.res)
 
 
@@ -191,7 +199,7 @@ def hyper_connect_mix(
         The new streams [S, N, C], then what `hyper_mix` returns for them.
     """
     _check_mix(streams, weights, norm_weight, branch_norm_weight, segments)
-    _check_branch(streams, branch)
+    _check_connect(streams, branch, coefficients)
     ops = implementation(__name__, FILES)
     mixed, normed, mix = ops.hyper_connect_mix(
         streams, branch, coefficients, weights, norm_weight, branch_norm_weight, segments, iterations

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import check_types, modality_ids, opaque
+from ..common.launch import check_types, modality_ids, norm_scale, opaque
 from ..common.segments import ModalitySegments
 from ..common.tuning import architecture, pick
 from . import kernel_projection as passes
@@ -317,7 +317,9 @@ def hyper_mix(
     folded = _folded(streams, weights, norm_weight)
     packed = _run_project(streams, folded, modality_ids(norm_weight, segments, n * channels), _numbers(weights), iterations)
     mix = _parts(packed, n)
-    normed = _run_branch_input(streams, mix[0], branch_norm_weight, modality_ids(branch_norm_weight, segments, channels))
+    normed = _run_branch_input(
+        streams, mix[0], norm_scale("hyper_mix", branch_norm_weight), modality_ids(branch_norm_weight, segments, channels)
+    )
     return normed, mix
 
 
@@ -339,7 +341,9 @@ def hyper_connect_mix(
         streams, *_dense(branch, coefficients.post, coefficients.res), folded, ids, _numbers(weights), iterations
     )
     mix = _parts(packed, n)
-    normed = _run_branch_input(mixed, mix[0], branch_norm_weight, modality_ids(branch_norm_weight, segments, channels))
+    normed = _run_branch_input(
+        mixed, mix[0], norm_scale("hyper_connect_mix", branch_norm_weight), modality_ids(branch_norm_weight, segments, channels)
+    )
     return mixed, normed, mix
 
 

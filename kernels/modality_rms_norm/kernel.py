@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import check_types, opaque
+from ..common.launch import check_types, norm_scale, opaque
 from ..common.segments import ModalitySegments
 from ..common.tuning import pick
 
@@ -117,5 +117,5 @@ def modality_rms_norm(x: Tensor, weight: Tensor, segments: ModalitySegments | No
     if x.ndim == 1:
         view = x.unsqueeze(0)
     view = view if view.stride(-1) == 1 else view.contiguous()
-    out = _run(view, weight, None if segments is None else segments.ids, eps, out_dtype)
+    out = _run(view, norm_scale("modality_rms_norm", weight), None if segments is None else segments.ids, eps, out_dtype)
     return out.view(x.shape)

@@ -114,8 +114,8 @@ def _experts(
                 mask = (inner < F)[:, None] & (channels < d)[None, :]
                 second = tl.load(down + expert.to(tl.int64) * F * d + inner[:, None] * d + channels[None, :], mask=mask, other=0.0)
             gate, up = tl.split(tl.reshape(both, (BT, BF, 2)))
-            gate = tl.minimum(gate, 7.0)
-            up = tl.maximum(tl.minimum(up, 7.0), -7.0)
+            gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL), -7.0, propagate_nan=tl.PropagateNan.ALL)
             hidden = gate * (1.0 / (1.0 + tl.exp(-1.702 * gate))) * (up + 1.0)
             result = tl.dot(hidden.to(second.dtype), second, result, input_precision="ieee")
         weight = tl.load(weights_ptr + place, mask=valid, other=0.0)
@@ -251,6 +251,8 @@ def _fake(x: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, w13: Tenso
 
 @opaque("multi_head_moe", _fake)
 def _moe_op(x: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, w13: Tensor, down: Tensor) -> Tensor:
+    if architecture(x.device) != INTERPRETER:
+        check_types("multi_head_moe", (torch.bfloat16,), x=x)
     x = x if x.stride(2) == 1 else x.contiguous()
     tile = settings(x.device, x.shape[2], down.shape[1])
     return sum_rows(expert_rows(x, (order, weights.contiguous(), offsets), w13, down, tile), x.shape[0], x.shape[1])
@@ -258,8 +260,6 @@ def _moe_op(x: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, w13: Ten
 
 def multi_head_moe(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
     """As in `multi_head_moe.__init__`; bf16 only on a GPU, weights made by `ExpertWeights.packed`."""
-    if architecture(x.device) != INTERPRETER:
-        check_types("multi_head_moe", (torch.bfloat16,), x=x)
     if weights.w13 is None or not weights.w13.is_contiguous() or not weights.down.is_contiguous():
         raise ValueError("weights have no contiguous W13 or W_down: make them with ExpertWeights.packed(pack_w13(gate, up), down).")
     return _moe_op(x, routes.order, routes.weights, routes.offsets, weights.w13, weights.down)

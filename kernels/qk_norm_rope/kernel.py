@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import check_types, opaque
+from ..common.launch import check_types, norm_scale, opaque
 from ..common.segments import ModalitySegments
 from ..common.tuning import pick
 from .reference import EPS
@@ -176,7 +176,9 @@ def _run_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    # Also where a head's place in a token does not fit the 32 bits that the kernel counts it with.
+    fits = x.ndim < 3 or (x.shape[1] - 1) * x.stride(1) < 2**31
+    return x if x.stride(-1) == 1 and fits else x.contiguous()
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
@@ -191,5 +193,6 @@ def qk_norm_rope(
     """Both in one launch."""
     check_types("qk_norm_rope", TYPES, q=q, k=k)
     ids = None if segments is None else segments.ids
+    q_weight, k_weight = (norm_scale("qk_norm_rope", weight) for weight in (q_weight, k_weight))
     q_out, k_out = _run_pair(_dense(q), _dense(k), q_weight, k_weight, _dense(rope.float()), ids, out_dtype)
     return q_out, k_out

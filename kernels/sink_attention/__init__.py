@@ -85,6 +85,8 @@ def sink_and_gate(x: Tensor, lse: Tensor, sinks: Tensor, gate: Tensor) -> Tensor
     """What follows attention, in one pass: x [S, H, Dh] times `sink_weight`, rounded, then as `gate_heads`."""
     _check_sinks(lse, sinks)
     _check_gate(x, gate)
+    if lse.shape != x.shape[:2]:
+        raise ValueError(f"lse has shape {tuple(lse.shape)}, expected {tuple(x.shape[:2])}, one number a row and head of x.")
     return implementation(__name__, FILES).finish(x, lse, sinks, gate)
 
 

@@ -50,6 +50,8 @@ def _finish(
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         for i in tl.static_range(SINKS):
             peak = tl.maximum(peak, tl.load(sinks_ptr + i * H + head, mask=inside, other=0.0))
+        # Sinks of minus infinity, which take nothing.
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
         sum_exp = tl.zeros([ROWS], tl.float32)
         for i in tl.static_range(SINKS):
             sum_exp += tl.exp(tl.load(sinks_ptr + i * H + head, mask=inside, other=0.0) - peak)

@@ -28,8 +28,8 @@ TABLE = {"interpreter": Blocks(results=32, warps=1), "default": Blocks(results=1
 @triton.jit
 def swiglu7_pair(gate, linear, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """The activation of fp32 gate and linear values."""
-    gate = tl.minimum(gate, LIMIT)
-    linear = tl.minimum(tl.maximum(linear, -LIMIT), LIMIT)
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    linear = tl.minimum(tl.maximum(linear, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return gate * tl.sigmoid(ALPHA * gate) * (linear + 1.0)
 
 

@@ -198,8 +198,7 @@ def _describe_kernels(findings: Findings, chosen: "torch.device") -> None:
     written = [op for op in OPS if importlib.util.find_spec(f"magi2_kernels.{op}.kernel") is not None]
     findings.line(f"  kernels: {kernels} (MAGI2_KERNELS: {env.kernel_choice()}); with a Triton kernel: {', '.join(written) or 'none'}")
     _describe_attention(findings, chosen, kernels)
-    is_triton = kernels == "triton" and "block_attention" in written
-    findings.line(f"  attention of the refiner: block_attention, {'Triton' if is_triton else 'plain PyTorch'}")
+    findings.line(f"  attention of the refiner: block_attention, {'by PyTorch attention' if kernels == 'triton' else 'plain PyTorch'}")
 
 
 def _describe_attention(findings: Findings, chosen: "torch.device", kernels: str) -> None:

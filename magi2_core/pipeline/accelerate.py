@@ -95,14 +95,27 @@ def forward_of(model: PreviewTransformer, step: str, groups: Groups | None = Non
     return GraphForward(model, groups)
 
 
+MOST_GRAPHS = 64
+"""Three a number of token runs; PyTorch's own 8 would end in plain layers after three kinds of request."""
+
+
 class CompiledForward:
-    """Every layer is a region; layers of one kind share one compiled graph, and sizes are symbolic, so another prompt length needs no new one."""
+    """Every layer is a region; layers of one kind share one compiled graph, and sizes are symbolic, so another prompt length needs no new one.
+    Another number of token runs does (with a picture, without a negative prompt): up to `MOST_GRAPHS` are kept."""
 
     def __init__(self, model: PreviewTransformer) -> None:
+        import torch._dynamo
+
         self.model, self._failed = model, False
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
         for layer in model.block.layers:
             if layer._compiled_call_impl is None:
                 layer.compile(dynamic=True)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether no compilation has failed."""
+        return not self._failed
 
     def __call__(self, inputs: PackedInputs) -> Tensor:
         """Runs the compiled layers; after a failure to compile, the plain ones."""

@@ -1,7 +1,8 @@
 """The ops that run.py knows: one entry an op, gathered from the ops_*.py files beside this one.
 
 An entry makes inputs of the released widths for a shape ("272p", "540p": both guidance branches; "rank": one of 8), and runs the public
-function under whichever implementation is chosen. FLOPs count multiply and add; bytes count each input read once, each output written once.
+function under whichever implementation is chosen. FLOPs count multiply and add; bytes count each input read once, each output written once, and of
+the hyper-connection what each of its passes has to read and write.
 """
 
 from collections.abc import Callable

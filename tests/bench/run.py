@@ -1,8 +1,8 @@
 """Benchmarks on one GPU: `python tests/bench/run.py [--op NAME] [--shape 272p|540p|rank] [--upstream PATH] [--profile FILE] [--out FILE]`.
 
 An op whose check is red is refused. A line gives the median of at least 20 runs, the rate and its share of the ceilings measured in this run,
-and the ratio to reference.py (whose slow ops are timed less often); with a checkout of the public reference also the ratio to its op in
-this run. `--op layer` is one MoE layer, `--op step` a whole step of 40 layers launched eagerly, compiled and as a graph.
+and the ratio to reference.py (whose slow ops are timed less often; attention and routing are checked in float64 and have none); with a
+checkout of the public reference also the ratio to its op in this run. `--op layer` is one MoE layer, `--op step` a whole step of 40 layers launched eagerly, compiled and as a graph.
 """
 
 import argparse
@@ -153,22 +153,27 @@ def write_profile(path: Path, run: Any, title: str) -> None:
 
 @torch.no_grad()
 def run_step(shape: str, report: Report, launches: list[str], runs: int) -> None:
-    """A step of 40 layers, launched in each of the ways."""
+    """A step of 40 layers on one request, launched in each of the ways; `from_first` is how far its video is from the first way's."""
     from magi2_core.pipeline.accelerate import forward_of
 
-    made = whole.model(shape)
+    made, first = whole.model(shape), None
     for launch in launches:
         for layer in made[0].block.layers:
             layer._compiled_call_impl = None  # what an earlier launch compiled must not be captured
+        torch.manual_seed(0)
         step = whole.step(shape, made)
         step.velocity.forward = forward_of(made[0], launch)
         for _ in range(3):
-            step()
+            found = step()
+        first = found if first is None else first
         times = measure.timed(step, runs=runs, most_seconds=300)
         numbers = {"runs": len(times.runs), "min": times.runs[0], "max": times.runs[-1], "moe_layers": made[1], "dense_layers": made[2]}
         numbers["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        numbers["from_first"] = measure.error([found.video_cond, found.video_uncond], [first.video_cond, first.video_uncond])
         if launch == "graph":
             numbers["captured"] = step.velocity.forward.captured
+        if launch == "compile":
+            numbers["compiled"] = step.velocity.forward.is_compiled
         report.add(f"step {launch}", shape, times.median, **numbers)
         del step
         torch.cuda.empty_cache()
@@ -180,7 +185,7 @@ def time_upstream(path: Path, shape: str, profile: Path | None) -> dict[str, flo
     theirs = {}
     for name, call in public.Upstream(path).functions(shape).items():
         try:
-            theirs[name] = measure.timed(call, most_seconds=4).median
+            theirs[name] = measure.timed(call).median
             if profile is not None and name == "layer compiled":
                 write_profile(profile, call, f"One MoE layer of the public reference, compiled, {shape}")
         except Exception as error:

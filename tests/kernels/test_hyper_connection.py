@@ -101,3 +101,14 @@ def test_hyper_ops_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hyper_projection_wrong_phi_is_refused() -> None:
     with pytest.raises(ValueError, match="phi is"):
         hyper_projection(rand(S, N, C), rand(N * C), rand(N * C, 5))
+
+
+def test_hyper_connect_wrong_shapes_are_refused() -> None:
+    from magi2_kernels.hyper_connection import HyperCoefficients
+
+    streams, branch = torch.ones(9, 2, 4), torch.ones(9, 4)
+    with pytest.raises(ValueError, match="pre has shape"):
+        hyper_branch_input(streams, torch.ones(3, 2))
+    for post, res, name in ((torch.ones(3, 2), torch.ones(9, 2, 2), "post"), (torch.ones(9, 2), torch.ones(9, 2, 3), "res")):
+        with pytest.raises(ValueError, match=f"{name} has shape"):
+            hyper_connect(streams, branch, HyperCoefficients(torch.ones(9, 2), post, res))

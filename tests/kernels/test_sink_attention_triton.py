@@ -82,3 +82,20 @@ def test_finish_on_the_cpu_without_interpreter_is_refused(triton_device: str, mo
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with choice.using("triton"), pytest.raises(RuntimeError, match="reference kernels"):
         gate_heads(torch.ones(2, 1, 4), torch.ones(2, 1))
+
+
+def test_sink_and_gate_sinks_of_minus_infinity_take_nothing(triton_device: str) -> None:
+    x, lse, sinks, gate = inputs((5, 3, 10), torch.float32, triton_device, 2)
+    sinks[:, 0] = -torch.inf
+    sinks[0, 1] = -torch.inf
+    want = reference.finish(x, lse, sinks, gate)
+    with choice.using("triton"):
+        got = sink_and_gate(x, lse, sinks, gate)
+    assert torch.isfinite(want).all()
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
+
+
+def test_sink_and_gate_other_rows_are_refused() -> None:
+    x, lse, sinks, gate = inputs((5, 3, 10), torch.float32, "cpu")
+    with pytest.raises(ValueError, match="lse has shape"):
+        sink_and_gate(x, lse[:2], sinks, gate)

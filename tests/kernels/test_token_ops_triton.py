@@ -160,3 +160,29 @@ def test_ops_triton_compile_into_one_graph(triton_device: str, name: str) -> Non
     with using("triton"):
         want = calls[name]()
         torch.testing.assert_close(torch.compile(calls[name], fullgraph=True, backend="eager")(), want)
+
+
+def test_swiglu7_triton_keeps_what_is_not_a_number(triton_device: str) -> None:
+    u = rand(triton_device, 3, 8)
+    u[0, 2] = u[1, 5] = torch.nan
+    want = swiglu7(u)
+    with using("triton"):
+        got = swiglu7(u)
+    assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
+
+
+def test_norm_weights_are_read_by_their_strides_and_in_fp32(triton_device: str) -> None:
+    x, weight, rope = rand(triton_device, S, 2, 16), rand(triton_device, 32, seed=1)[::2], rand(triton_device, S, 12, seed=2)
+    want = [modality_rms_norm(x, weight), *qk_norm_rope(x, x, weight, weight, rope)]
+    with using("triton"):
+        got = [modality_rms_norm(x, weight), *qk_norm_rope(x, x, weight, weight, rope)]
+        for call in (lambda w: modality_rms_norm(x, w), lambda w: qk_norm_rope(x, x, weight, w, rope)):
+            with pytest.raises(ValueError, match=r"weight is torch\.bfloat16"):
+                call(weight.bfloat16())
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, **TIGHT)
+
+
+def test_qk_norm_rope_other_head_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="the head width 16 of q"):
+        qk_norm_rope(torch.ones(3, 2, 16), torch.ones(3, 1, 8), torch.ones(16), torch.ones(8), torch.ones(3, 4))

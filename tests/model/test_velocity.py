@@ -70,7 +70,7 @@ def test_preview_velocity_wrong_latents_are_refused(small_model: PreviewTransfor
     with pytest.raises(RequestError, match="and audio"):
         velocity(video, torch.cat([audio, audio], dim=2), 600)
     wider = small_request | {"text": small_request["text"].repeat(1, 1, 2)}
-    with pytest.raises(RequestError, match="text: .* channels, but this checkpoint's preview transformer takes"):
+    with pytest.raises(RequestError, match=r"text: \d+ channels, but this checkpoint's preview transformer takes"):
         PreviewVelocity(small_model, **wider)
     with pytest.raises(RequestError, match="both, cond, uncond"):
         PreviewVelocity(small_model, **small_request, branches="neither")
