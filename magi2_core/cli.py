@@ -258,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(cancel.ignore_interrupts)  # the first that is registered runs last
     with streams.guarded():
         try:
+            if env.log_level() not in env.LOG_LEVELS:
+                raise RequestError(f"MAGI2_LOG_LEVEL={env.log_level()}: use one of {', '.join(env.LOG_LEVELS)}.")
             code = _command(arguments)
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in arguments:

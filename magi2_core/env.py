@@ -106,22 +106,30 @@ def comfyui_python() -> str | None:
 
 def log_level() -> str:
     """Level of the pack's loggers (`MAGI2_LOG_LEVEL`; default INFO)."""
-    return os.environ.get("MAGI2_LOG_LEVEL", "INFO").upper()
+    return (os.environ.get("MAGI2_LOG_LEVEL") or "INFO").upper()
+
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def kernel_choice() -> str:
     """Which kernels are used (`MAGI2_KERNELS`: auto, triton or reference; default auto: Triton on a supported GPU)."""
-    return os.environ.get("MAGI2_KERNELS", "auto").lower()
+    return (os.environ.get("MAGI2_KERNELS") or "auto").lower()
 
 
 def attention_choice() -> str:
     """Which library computes the preview's attention (`MAGI2_ATTENTION`: auto, fa3, mate, cudnn, flash, flex or reference; default auto)."""
-    return os.environ.get("MAGI2_ATTENTION", "auto").lower()
+    return (os.environ.get("MAGI2_ATTENTION") or "auto").lower()
 
 
 def acceleration_choice() -> str:
     """How a preview step is launched (`MAGI2_STEP`: auto, eager, compile or graph; default auto: eager, see tests/bench/results/SUMMARY.md)."""
-    return os.environ.get("MAGI2_STEP", "auto").lower()
+    return (os.environ.get("MAGI2_STEP") or "auto").lower()
+
+
+def chosen_as(what: str, asked: str, name: str, variable: str) -> str:
+    """How a message calls the choice `name`: by the variable that it came from when the caller `asked` for "auto"."""
+    return f"{variable}={name}" if asked == "auto" else f"{what} {name!r}"
 
 
 def set_sleeping_threads() -> None:

@@ -91,7 +91,7 @@ def release_unused() -> None:
     """The host was asked to free its memory: releases every fleet, in the background, unless a handle lives (then its death does)."""
     if next(iter(_handles), None) is not None:
         return
-    log.info("ComfyUI frees its memory: MAGI-2 processes are released.")
+    log.info("ComfyUI frees its memory: the MAGI-2 workers end.")
     threading.Thread(target=release_all, name="magi2-release", daemon=True).start()
 
 

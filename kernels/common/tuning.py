@@ -26,6 +26,13 @@ def _target(index: int) -> str:
     return "mp" if target.backend.startswith("mu") else f"sm_{target.arch}"
 
 
+def is_interpreted() -> bool:
+    """Whether Triton kernels run on the CPU, interpreted (TRITON_INTERPRET=1)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 def architecture(device: torch.device) -> str:
     """Name of the card's architecture: "sm_90", ..., "mp" for Moore Threads, or "interpreter" for CPU tensors under TRITON_INTERPRET=1.
 
@@ -33,9 +40,7 @@ def architecture(device: torch.device) -> str:
     """
     if device.type != "cpu":
         return _target(device.index or 0)
-    import triton
-
-    if not triton.knobs.runtime.interpret:
+    if not is_interpreted():
         raise RuntimeError("Triton kernels got CPU tensors: move them to the GPU, or build the model with the reference kernels.")
     return INTERPRETER
 

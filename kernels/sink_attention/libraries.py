@@ -6,6 +6,7 @@ Legend: S rows, H heads, Dh head width. Every function: q, k, v [S, H, Dh] (v ma
 
 import importlib
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -123,6 +124,8 @@ def _flex_function(compiled: bool) -> Any:
 def _flex_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from torch.nn.attention import flex_attention as module
 
+    if q.device.type == "cpu":  # uncompiled, which it warns of, is what is wanted there
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     function = _flex_function(q.device.type != "cpu")
     heads = (_heads_first(q), _heads_first(k), _heads_first(v))
     if hasattr(module, "AuxRequest"):

@@ -73,7 +73,12 @@ def _half(target: Target, most: int) -> str | None:
     return None
 
 
+ON_CPU = "it needs a GPU, this runs on the CPU: use attention 'auto'"
+
+
 def _fa3(target: Target) -> str | None:
+    if target.device.type == "cpu":
+        return ON_CPU
     if target.capability[0] != 9:
         return "it needs a Hopper card (compute capability 9): use attention 'cudnn' or 'flash'"
     if first_module(FA3_MODULES) is None:
@@ -92,6 +97,8 @@ def _mate(target: Target) -> str | None:
 
 
 def _cudnn(target: Target) -> str | None:
+    if target.device.type == "cpu":
+        return ON_CPU
     if target.capability[0] < 8:
         return "it needs a card of compute capability 8 or more: use attention 'reference'"
     if not torch.backends.cudnn.is_available():

@@ -53,7 +53,9 @@ def prepare(folder: Path | None = None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = os.lstat(folder)
     except OSError as error:
-        raise OutputError(f"runtime directory {folder}: {error.strerror or error}. Choose another with MAGI2_RUNTIME_DIR.") from None
+        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+        reason = "is a file, or lies below one" if is_file else f"cannot be made ({error.strerror or error})"
+        raise OutputError(f"runtime directory {folder} {reason}. Choose another with MAGI2_RUNTIME_DIR.") from None
     if not stat.S_ISDIR(facts.st_mode):
         raise RequestError(f"runtime directory {folder} is not a directory. Choose another with MAGI2_RUNTIME_DIR.")
     if hasattr(os, "getuid"):

@@ -54,7 +54,7 @@ class BackendSpec:
         if not isinstance(self.layout, str) or not self.layout:
             raise RequestError(f"layout {self.layout!r}: use auto, or a name as cp8ep4.")
         if self.mode == "attach" and not self.address:
-            raise RequestError("backend mode attach needs the address that `python -m magi2_core serve` printed.")
+            raise RequestError("backend mode attach needs the address that `python -m magi2_core serve` printed: --address ADDRESS.")
         for name, seconds in (("idle minutes", self.idle_minutes), ("step seconds", self.step_seconds)):
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= 1e6:
                 raise RequestError(f"{name} {seconds!r}: use a number from 0 (never) to 1000000.")

@@ -209,12 +209,14 @@ def _describe_attention(findings: Findings, chosen: "torch.device", kernels: str
     target = Target(device=chosen, dtype=device.default_dtype(chosen), head_dim=PreviewConfig.head_dim)
     try:
         found = choose_attention("auto", target, kernels)
-        step = choose_step("auto", chosen)
+        findings.line(f"  attention of the preview: {found.name} (MAGI2_ATTENTION: {env.attention_choice()}; {found.reason})")
     except Magi2Error as error:
         findings.fail("attention of the preview", str(error))
-        return
-    findings.line(f"  attention of the preview: {found.name} (MAGI2_ATTENTION: {env.attention_choice()}; {found.reason})")
-    findings.line(f"  launch of a preview step: {step} (MAGI2_STEP: {env.acceleration_choice()})")
+    try:
+        step = choose_step("auto", chosen)
+        findings.line(f"  launch of a preview step: {step} (MAGI2_STEP: {env.acceleration_choice()})")
+    except Magi2Error as error:
+        findings.fail("launch of a preview step", str(error))
 
 
 def _check_checkpoints(findings: Findings, options: argparse.Namespace) -> None:
@@ -224,6 +226,8 @@ def _check_checkpoints(findings: Findings, options: argparse.Namespace) -> None:
         except Magi2Error:
             # A folder that holds nothing yet: the report says what to fetch into it.
             chosen = [Path(options.checkpoint)]
+            if not chosen[0].is_dir():
+                findings.line(f"  {chosen[0]}: there is no such folder")
     else:
         chosen = [checkpoint.path for checkpoint in catalog.find_checkpoints()]
         others = [str(folder) for folder in env.model_dirs()]

@@ -108,7 +108,7 @@ def _kill(options: argparse.Namespace) -> int:
         raise RequestError("kill: name a fleet as `ps` lists it, or use --all.")
     records = [record for record in runtime.list_runtime_files(folder) if options.all or record.key == options.key]
     if not records and options.key:
-        raise RequestError(f"no fleet is called {options.key!r}. See: ps")
+        raise RequestError(f"no fleet is called {options.key!r}. Names: python -m magi2_core ps")
     for record in records:
         _end(record, folder)
         sys.stdout.write(f"ended {record.key}\n")

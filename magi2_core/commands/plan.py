@@ -339,6 +339,8 @@ def _check_writable(path: Path) -> None:
         clear_left_over(path.parent)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+    except (FileExistsError, NotADirectoryError):
+        raise OutputError(f"folder {path.parent} is a file, or lies below one. Choose another --output or --wav.") from None
     except OSError as error:
         raise OutputError(
             f"folder {path.parent} cannot be written ({error.strerror or error}). Choose another --output or --wav."

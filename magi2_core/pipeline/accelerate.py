@@ -57,25 +57,27 @@ def choose_attention(name: str, target: Target, kernels: str) -> Resolved:
 
     Raises RequestError on an unknown name, DependencyError when the one asked for cannot be used, with what to install.
     """
-    name = env.attention_choice() if name == "auto" else name
+    asked, name = name, env.attention_choice() if name == "auto" else name
+    source = "MAGI2_ATTENTION: " if asked == "auto" and name != "auto" else ""
     if name == "auto" and kernels == "reference":
         return Resolved(name="reference", reason="kernels reference")
     try:
         return resolve(name, target)
     except ValueError as error:
-        raise RequestError(str(error)) from None
+        raise RequestError(f"{source}{error}") from None
     except RuntimeError as error:
-        raise DependencyError(str(error)) from None
+        raise DependencyError(f"{source}{error}") from None
 
 
 def choose_step(name: str, device: torch.device) -> str:
     """The way for `auto` (or MAGI2_STEP) or a name; on a CPU always eager. Raises RequestError."""
-    name = env.acceleration_choice() if name == "auto" else name
+    asked, name = name, env.acceleration_choice() if name == "auto" else name
+    said = env.chosen_as("step", asked, name, "MAGI2_STEP")
     if name not in ("auto", *STEPS):
-        raise RequestError(f"step {name!r}: use auto, {', '.join(STEPS)}.")
+        raise RequestError(f"{said}: use auto, {', '.join(STEPS)}.")
     if device.type == "cpu":
         if name in ("compile", "graph"):
-            raise RequestError(f"step {name!r} needs an accelerator: use eager or auto on a CPU.")
+            raise RequestError(f"{said} needs an accelerator: use eager or auto on a CPU.")
         return "eager"
     return "eager" if name == "auto" else name
 

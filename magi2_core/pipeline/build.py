@@ -31,6 +31,7 @@ from magi2_core.parallel.lockstep import Alone, Lockstep
 from magi2_core.request import Clip, Conditioning, DecodeRequest, EncodeRequest, Latents, RefineRequest, SampleRequest
 from magi2_core.shapes import VideoShape
 from magi2_kernels.common import choice
+from magi2_kernels.common.tuning import is_interpreted
 from magi2_kernels.sink_attention import providers
 from magi2_kernels.sink_attention.providers import Target
 
@@ -254,18 +255,17 @@ def choose_kernels(name: str, device: torch.device, dtype: torch.dtype = torch.b
 
     Raises RequestError on an unknown name or a type that the kernels do not take, DependencyError when Triton is needed and absent.
     """
-    name = env.kernel_choice() if name == "auto" else name
+    asked, name = name, env.kernel_choice() if name == "auto" else name
+    said = env.chosen_as("kernels", asked, name, "MAGI2_KERNELS")
     if name not in ("auto", *choice.IMPLEMENTATIONS):
-        raise RequestError(f"kernels {name!r}: use auto, {' or '.join(choice.IMPLEMENTATIONS)}.")
+        raise RequestError(f"{said}: use auto, {' or '.join(choice.IMPLEMENTATIONS)}.")
     chosen = ("reference" if device.type == "cpu" or dtype != torch.bfloat16 else "triton") if name == "auto" else name
     if chosen == "triton" and importlib.util.find_spec("triton") is None:
-        raise DependencyError(
-            "kernels triton: the package triton is absent. Install it: pip install triton, or use kernels=reference (slower)."
-        )
+        raise DependencyError(f"{said}: the package triton is absent. Install it: pip install triton, or use kernels reference (slower).")
+    if chosen == "triton" and device.type == "cpu" and not is_interpreted():
+        raise RequestError(f"{said}: Triton needs a GPU, this runs on the CPU. Use auto or reference.")
     if chosen == "triton" and dtype != torch.bfloat16:
-        raise RequestError(
-            "kernels triton: the experts' kernel takes bfloat16. Use dtype bfloat16, or kernels auto or reference with float32."
-        )
+        raise RequestError(f"{said}: the experts' kernel takes bfloat16. Use dtype bfloat16, or kernels auto or reference with float32.")
     return chosen
 
 

@@ -1,5 +1,6 @@
 """What every benchmark here shares: the pack's import names, the machine, timing by device events, and the ceilings of the card in this run."""
 
+import argparse
 import datetime
 import importlib.util
 import statistics
@@ -28,6 +29,14 @@ def register() -> None:
     packages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(packages)
     packages.register()
+
+
+def require_card(parser: argparse.ArgumentParser) -> None:
+    """Ends the program with one line when torch sees no GPU."""
+    if not torch.cuda.is_available():
+        parser.error(
+            "benchmarks need a GPU that torch can use, and there is none. Without one the kernels can be tested: pytest tests/kernels"
+        )
 
 
 def machine() -> dict[str, str]:

@@ -208,6 +208,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20, help="timed runs of a step (default 20; one at 540p takes 8 s)")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
+    measure.require_card(parser)
     from magi2_core.device import use_full_fp32
     from magi2_kernels.common import choice
     from magi2_kernels.sink_attention import providers

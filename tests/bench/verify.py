@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--op", action="append", default=[])
     parser.add_argument("--shape", action="append", choices=SHAPES, default=[])
     options = parser.parse_args()
+    measure.require_card(parser)
     red = []
     for entry in entries():
         if options.op and entry.name not in options.op:

@@ -72,8 +72,13 @@ def _once(folder: Path, make) -> Path:
     done = folder.with_name(folder.name + ".done")
     if done.is_file() and folder.is_dir():
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ObtainError(
+            f"cache folder {folder.parent} cannot be made ({error.strerror or error}). Set MAGI2_CACHE_DIR to another."
+        ) from None
     make(folder)
     done.touch()
     return folder

@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magi2_core.device import accelerator_module
-from magi2_core.errors import DependencyError, RequestError
+from magi2_core.errors import DependencyError, Magi2Error, RequestError
 from magi2_core.model.packing import PackedInputs
 from magi2_core.model.velocity import PreviewVelocity, Velocities
 from magi2_core.parallel.groups import Groups, Traffic
-from magi2_core.pipeline import accelerate
+from magi2_core.pipeline import accelerate, build
 from magi2_core.pipeline.accelerate import GraphForward, Target, choose_attention, choose_launch, choose_step
 from magi2_core.pipeline.build import build_pipeline, choose_kernels
 from magi2_core.sampling.denoise import DenoiseHooks, DenoiseOptions, denoise, start_state
@@ -40,7 +40,7 @@ def latents_of(velocity: PreviewVelocity, seed: int = 0) -> tuple[torch.Tensor, 
 
 def test_choose_attention_errors_say_what_to_do() -> None:
     target = Target(device=CPU, dtype=torch.bfloat16, head_dim=128)
-    with pytest.raises(DependencyError, match="attention 'fa3' cannot be used here: it needs a Hopper card"):
+    with pytest.raises(DependencyError, match="attention 'fa3' cannot be used here: it needs a GPU, this runs on the CPU"):
         choose_attention("fa3", target, "triton")
     with pytest.raises(RequestError, match=r"attention 'xformers' is unknown. Use auto, fa3"):
         choose_attention("xformers", target, "triton")
@@ -52,6 +52,28 @@ def test_choose_attention_reads_the_environment(monkeypatch: pytest.MonkeyPatch)
     target = Target(device=CPU, dtype=torch.float32, head_dim=16)
     assert choose_attention("auto", target, "reference").name == "flash"
     assert choose_attention("reference", target, "reference").name == "reference"
+    for name, says in (
+        ("fa3", "MAGI2_ATTENTION: attention 'fa3' cannot be used"),
+        ("bogus", "MAGI2_ATTENTION: attention 'bogus' is unknown"),
+    ):
+        monkeypatch.setenv("MAGI2_ATTENTION", name)
+        with pytest.raises(Magi2Error, match=says):
+            choose_attention("auto", target, "reference")
+
+
+def test_choices_name_the_variable_they_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, says, choose in (
+        ("MAGI2_KERNELS", "bogus", "MAGI2_KERNELS=bogus: use auto, reference or triton", choose_kernels),
+        ("MAGI2_KERNELS", "triton", "MAGI2_KERNELS=triton: Triton needs a GPU", choose_kernels),
+        ("MAGI2_STEP", "bogus", "MAGI2_STEP=bogus: use auto", choose_step),
+        ("MAGI2_STEP", "graph", "MAGI2_STEP=graph needs an accelerator", choose_step),
+    ):
+        monkeypatch.setattr(build, "is_interpreted", lambda: False)
+        monkeypatch.setenv(name, value)
+        with pytest.raises(RequestError, match=says):
+            choose("auto", CPU)
+        monkeypatch.setenv(name, "")
+        assert choose("auto", CPU) in ("reference", "eager")
 
 
 def test_choose_step_on_a_cpu() -> None:
