@@ -81,6 +81,14 @@ class Fleet:
         facts = {"up": self.is_up, "generation": self.generation, "layout": self.layout, "reason": self.reason}
         return facts | {"driver_pid": driver.pid if driver else 0, "ranks": ranks}
 
+    def bury(self) -> None:
+        """Ends a generation that has lost a process while nothing ran: no job is to blame, and the next one starts a new generation."""
+        children = [*self._workers, *([self._driver] if self._driver else [])]
+        ended = [f"{child.name} ({launcher.exit_text(code)})" for child in children if (code := child.process.poll()) is not None]
+        if ended:
+            log.warning("generation %d is ended: between two jobs it lost %s", self.generation, ", ".join(ended))
+            self.kill()
+
     def start(self) -> None:
         """Starts a generation when none is up. Raises what a worker says, or BackendDiedError with the end of its log."""
         if self.is_up:
@@ -172,7 +180,7 @@ class Fleet:
             if kind == "exit":
                 name, code = value
                 path = self._logs / "driver.log" if name == "driver" else self._log(int(name.split()[1]))
-                raise launcher.head_failure(path, self._starts.get(name, 0), f"{name} ended ({exit_text(code)}) while it started")
+                raise launcher.head_failure(path, self._starts.get(name, 0), f"{name} ended ({launcher.exit_text(code)}) while it started")
             if value.get("event", {}).get("kind") == "ready":
                 return
 
@@ -294,7 +302,7 @@ class Fleet:
         name, code = exited
         place = dict(self._place)
         self.kill()
-        what = f"{name} ended ({exit_text(code)}) in stage {place['stage']} after step {place['step']}."
+        what = f"{name} ended ({launcher.exit_text(code)}) in stage {place['stage']} after step {place['step']}."
         if code == -9:
             what += " If nobody killed it, the system did because memory ran out: use a smaller size."
         if name == "driver":
@@ -389,8 +397,3 @@ def all_devices() -> tuple[str, ...]:
     kind, module = devices.prepare_platform(), devices.accelerator_module()
     count = module.device_count() if module is not None else 0
     return tuple(f"{kind}:{index}" for index in range(count)) or ("cpu",)
-
-
-def exit_text(code: int) -> str:
-    """`-9` -> "killed by signal 9"."""
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -217,6 +217,7 @@ class Head:
             self._idle_since = time.monotonic()
 
     def _look_after_idle(self) -> None:
+        self.fleet.bury()
         if self.is_local and not self._links and self.book.is_idle and not os.path.exists(self.address.removeprefix("unix:")):
             self.end("its socket was removed, so no client can find it any more")
         limit = self.spec.idle_minutes * 60
@@ -234,6 +235,7 @@ class Head:
         self._tell_places()
         begun = time.monotonic()
         try:
+            self.fleet.bury()
             if not self.fleet.is_up:
                 job.send(
                     _progress(

@@ -194,3 +194,8 @@ def device_variables(device: str) -> dict[str, str]:
         raise RequestError(f"device {device}: only {len(visible)} devices are visible here ({', '.join(visible) or 'none'}).")
     chosen = str(number) if visible is None else visible[number]
     return {"CUDA_VISIBLE_DEVICES": chosen, "MUSA_VISIBLE_DEVICES": chosen}
+
+
+def exit_text(code: int) -> str:
+    """`-9` -> "killed by signal 9"."""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -62,6 +62,15 @@ def test_kill_of_a_rank(fleet, faults, latents, sample, refine, helper, rank: in
     assert fleet.submit(sample()).result(60).sha256() == latents.sha256()
 
 
+@pytest.mark.parametrize("which", ["driver", "rank 1"])
+def test_kill_between_two_jobs_costs_no_job(fleet, latents, sample, helper, which: str) -> None:
+    fleet.submit(sample()).result(60)
+    pids = helper.pids(fleet)
+    os.kill(pids[1 if which == "driver" else 3], signal.SIGKILL)
+    assert runtime.wait_gone(pids[1:], 5) and not fleet.status()["fleet"]["up"]
+    assert fleet.submit(sample()).result(60).sha256() == latents.sha256()
+
+
 def test_kill_of_the_driver(fleet, faults, latents, sample, helper) -> None:
     faults.arm("stall", 0, "preview", 1)
     job, pids = fleet.submit(sample()), helper.pids(fleet)
