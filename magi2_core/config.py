@@ -5,53 +5,33 @@ then `from_dict` / `from_folder` read the sizes from there, so nothing in the lo
 checkpoint is small. Facts: spec preview.md 1.2-1.3, components.md 1.1, 1.6, 2.3-2.4, 3.1, 4.1.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .config_values import MOST, check_between, pick, read_json, section
 from .errors import CheckpointError
 
 MODALITIES = ("video", "audio", "text")
 """Order of the per-modality weight blocks; the index is the modality id of a token."""
 
+PARAMS_DTYPES = ("bfloat16", "float32")
+"""What `params_dtype` of a transformer may say."""
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises CheckpointError naming the file when it is absent, damaged or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from None
-    except (ValueError, RecursionError) as error:  # RecursionError: nested thousands deep
-        raise CheckpointError(f"{path}: is not valid JSON ({error}).") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, expected an object.")
-    return value
-
-
-def _pick(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries of `values` that are fields of `cls`, lists made tuples; numbers and tuples are checked against the default's type."""
-    picked: dict[str, Any] = {}
-    for field in fields(cls):
-        if field.name not in values:
-            continue
-        value = values[field.name]
-        if isinstance(value, list):
-            value = tuple(value)
-        expected = type(field.default)
-        if expected in (int, float, tuple, str, bool) and not isinstance(value, (int, float) if expected is float else expected):
-            raise CheckpointError(f"{where}: {field.name} is {value!r}, expected {expected.__name__}.")
-        picked[field.name] = value
-    return picked
-
-
-def _section(values: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    """The object under `name`, empty when there is none."""
-    found = values.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{where}: {name} is {found!r}, expected an object.")
-    return found
+MOST_LAYERS, MOST_ROUNDS = 1000, 1000
+PREVIEW_SIZES = (
+    "hidden_size",
+    "head_dim",
+    "video_in_channels",
+    "audio_in_channels",
+    "text_in_channels",
+    "num_streams",
+    "sink_tokens",
+    "time_channels",
+)
+MOE_OTHERS = ("route_scale", "moe_layers", "split_merge_intermediate_size")
+REFINER_SIZES = (*PREVIEW_SIZES[:5], "num_query_groups", "patch_size", "t_patch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,36 +108,37 @@ class PreviewConfig:
     def from_dict(cls, values: Mapping[str, Any], where: str = "preview/config.json") -> "PreviewConfig":
         """Reads the schema of a checkpoint's preview/config.json. Raises CheckpointError on a mode that is not built."""
         moe_values, mhc, sinks, gating = (
-            dict(_section(values, key, where)) for key in ("moe_config", "mhc_config", "attn_sinks", "attn_gating")
+            dict(section(values, key, where)) for key in ("moe_config", "mhc_config", "attn_sinks", "attn_gating")
         )
         if moe_values.get("split_merge_intermediate_size", 0) is None:
             del moe_values["split_merge_intermediate_size"]
         for name, on in (("mhc_config", mhc), ("attn_sinks", sinks), ("attn_gating", gating)):
-            if not on.get("enable", True):
-                raise CheckpointError(f"{where}: {name}.enable is false; this model is defined only with it on.")
+            if on.get("enable", True) is not True:
+                raise CheckpointError(f"{where}: {name}.enable is {on['enable']!r}; this model is defined only with it on.")
         if values.get("activation_type", "swiglu7") != "swiglu7":
             raise CheckpointError(f"{where}: activation_type is {values['activation_type']!r}, expected 'swiglu7'.")
         if moe_values.get("score_func", "sigmoid") != "sigmoid" or not moe_values.get("route_norm", True):
             raise CheckpointError(f"{where}: only score_func 'sigmoid' with route_norm true is defined.")
         if float(values.get("attn_softcap") or -1.0) > 0:
             raise CheckpointError(f"{where}: attn_softcap is {values['attn_softcap']}, only values <= 0 (off) are defined.")
-        picked = _pick(cls, {key: value for key, value in values.items() if key != "moe"}, where)
+        picked = pick(cls, {key: value for key, value in values.items() if key != "moe"}, where)
         config = cls(
             **picked,
             num_streams=mhc.get("num_stream", cls.num_streams),
             sink_tokens=sinks.get("sink_token_num", cls.sink_tokens),
-            moe=MoEConfig(**_pick(MoEConfig, moe_values, where)),
+            moe=MoEConfig(**pick(MoEConfig, moe_values, where)),
         )
         config.check(values.get("num_query_groups"), where)
         return config
 
     def check(self, num_query_groups: int | None = None, where: str = "preview config") -> None:
         """Raises CheckpointError when the sizes contradict each other."""
-        sizes = {name: getattr(self, name) for name in ("num_layers", "hidden_size", "head_dim", "num_streams", "sink_tokens")}
-        sizes |= {f"moe {name}": getattr(self.moe, name) for name in ("num_heads", "num_experts", "top_k", "expert_intermediate_size")}
-        for name, size in sizes.items():
-            if size < 1:
-                raise CheckpointError(f"{where}: {name} is {size}, expected at least 1.")
+        check_between(where, 1, MOST_LAYERS, num_layers=self.num_layers)
+        check_between(where, 0, MOST_ROUNDS, sinkhorn_iterations=self.sinkhorn_iterations)
+        check_between(where, 1, MOST, **{name: getattr(self, name) for name in PREVIEW_SIZES})
+        check_between(where, 1, MOST, **{name: value for name, value in asdict(self.moe).items() if name not in MOE_OTHERS})
+        check_between(where, 0, MOST, split_merge_intermediate_size=self.moe.split_merge_intermediate_size)
+        check_between(where, 1e-6, 1e6, intermediate_factor=self.intermediate_factor, route_scale=self.moe.route_scale)
         problems = [
             (self.hidden_size % self.head_dim != 0, f"hidden_size {self.hidden_size} is not a multiple of head_dim {self.head_dim}"),
             (self.head_dim < 8, f"head_dim {self.head_dim} is below 8, the least that rotates"),
@@ -172,6 +153,12 @@ class PreviewConfig:
                 f"mm_layers {self.mm_layers} and moe_layers {self.moe.moe_layers} must cover 0..{self.num_layers - 1} once each",
             ),
             (num_query_groups not in (None, self.num_heads), f"num_query_groups {num_query_groups} must equal the {self.num_heads} heads"),
+            (
+                bool(self.mm_layers) and self.dense_intermediate == 0,
+                f"intermediate_factor {self.intermediate_factor} of hidden_size {self.hidden_size} gives the dense MLP no channel, 128 are the least",
+            ),
+            (self.time_channels % 2 == 1, f"time_channels {self.time_channels} is odd: half are cosines, half sines"),
+            (self.params_dtype not in PARAMS_DTYPES, f"params_dtype is {self.params_dtype!r}, expected one of {', '.join(PARAMS_DTYPES)}"),
             (self.stream_width < self.time_channels, f"stream width {self.stream_width} is below the {self.time_channels} time channels"),
         ]
         for wrong, text in problems:
@@ -221,7 +208,7 @@ class WindowConfig:
             merged["mode"] = "window"
         if merged.get("mode", "window") not in ("window", "dense"):
             raise CheckpointError(f"{where}: attention mode is {merged['mode']!r}, expected 'window', 'local' or 'dense'.")
-        return cls(**_pick(cls, merged, where) | {"dense_frame_receptive_field": dense_frame_receptive_field})
+        return cls(**pick(cls, merged, where) | {"dense_frame_receptive_field": dense_frame_receptive_field})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,22 +250,42 @@ class RefinerConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "refiner/config.json") -> "RefinerConfig":
         """Reads the schema of refiner/config.json: "arch" and "data_proxy" sections (or the arch values at top level)."""
-        arch = dict(values.get("arch") or values)
-        proxy = dict(values.get("data_proxy") or {})
+        arch, proxy = dict(section(values, "arch", where) or values), section(values, "data_proxy", where)
         if arch.get("activation_type", "swiglu7") != "swiglu7":
             raise CheckpointError(f"{where}: activation_type is {arch['activation_type']!r}, expected 'swiglu7'.")
-        arch.setdefault("local_attn_layers", list(range(int(arch.get("num_layers", cls.num_layers)))))
+        layers = arch.get("num_layers", cls.num_layers)
+        check_between(where, 1, MOST_LAYERS, num_layers=layers)
+        arch.setdefault("local_attn_layers", list(range(layers)))
         merged = {**arch, **{key: proxy[key] for key in ("patch_size", "t_patch_size", "spatial_rope_interpolation") if key in proxy}}
-        attention = proxy.get("attn_config", values.get("attn_config"))
+        holder = proxy if "attn_config" in proxy else values
         field = proxy.get("frame_receptive_field", values.get("frame_receptive_field"))
         dense = WindowConfig.dense_frame_receptive_field if field is None else int(field)
-        window = WindowConfig() if attention is None else WindowConfig.from_dict(attention, dense, where)
-        config = cls(**_pick(cls, {key: value for key, value in merged.items() if key != "window"}, where), window=window)
-        if config.hidden_size % config.head_dim or config.num_heads % config.num_query_groups:
-            raise CheckpointError(
-                f"{where}: hidden_size {config.hidden_size}, head_dim {config.head_dim} and num_query_groups {config.num_query_groups} do not divide."
-            )
+        is_said = holder.get("attn_config") is not None
+        window = WindowConfig.from_dict(section(holder, "attn_config", where), dense, where) if is_said else WindowConfig()
+        config = cls(**pick(cls, {key: value for key, value in merged.items() if key != "window"}, where), window=window)
+        config.check(where)
         return config
+
+    def check(self, where: str = "refiner config") -> None:
+        """Raises CheckpointError when the sizes contradict each other."""
+        check_between(where, 1, MOST, **{name: getattr(self, name) for name in REFINER_SIZES})
+        if self.hidden_size % self.head_dim or self.num_heads % self.num_query_groups:
+            raise CheckpointError(
+                f"{where}: hidden_size {self.hidden_size}, head_dim {self.head_dim} and num_query_groups {self.num_query_groups} do not divide."
+            )
+        for name in ("mm_layers", "local_attn_layers", "post_norm_layers"):
+            strange = [layer for layer in getattr(self, name) if layer not in range(self.num_layers) or isinstance(layer, bool)]
+            if strange:
+                raise CheckpointError(f"{where}: {name} has {strange[0]!r}, expected layers 0 to {self.num_layers - 1}.")
+        for name, allowed in (("params_dtype", PARAMS_DTYPES), ("spatial_rope_interpolation", ("extra", "inter"))):
+            if getattr(self, name) not in allowed:
+                raise CheckpointError(f"{where}: {name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}.")
+        window = self.window
+        sizes = {name: getattr(window, name) for name in ("block_t_size", "block_size", "win_size")}
+        radii = {name: getattr(window, name) for name in ("block_t_radius", "block_h_radius", "block_w_radius")}
+        fields = {name: getattr(window, name) for name in ("frame_receptive_field", "dense_frame_receptive_field")}
+        for low, values in ((1, sizes), (0, radii), (-1, fields)):
+            check_between(f"{where}: attention window", low, MOST, **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +302,7 @@ class WanVAEConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "vae/config.json") -> "WanVAEConfig":
         """Reads vae/config.json."""
-        return cls(**_pick(cls, values, where))
+        return cls(**pick(cls, values, where))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +328,7 @@ class TrainedFor:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "generation.json") -> "TrainedFor":
         """Reads the "trained" section of generation.json."""
-        found = cls(**_pick(cls, values, where))
+        found = cls(**pick(cls, values, where))
         for name, kind in (("sizes", str), ("seconds", (int, float)), ("words", str), ("untrained", str)):
             if not all(isinstance(entry, kind) for entry in getattr(found, name)):
                 raise CheckpointError(
@@ -356,10 +363,10 @@ class GenerationDefaults:
         if not path.is_file():
             return cls()
         values = read_json(path)
-        defaults = cls(**_pick(cls, {key: value for key, value in values.items() if key not in ("refiner", "trained")}, str(path)))
-        refiner, trained = (_section(values, name, str(path)) for name in ("refiner", "trained"))
+        defaults = cls(**pick(cls, {key: value for key, value in values.items() if key not in ("refiner", "trained")}, str(path)))
+        refiner, trained = (section(values, name, str(path)) for name in ("refiner", "trained"))
         return replace(
             defaults,
-            refiner=RefinerSampling(**_pick(RefinerSampling, refiner, str(path))),
+            refiner=RefinerSampling(**pick(RefinerSampling, refiner, str(path))),
             trained=TrainedFor.from_dict(trained, str(path)),
         )

@@ -19,6 +19,7 @@ from .request import LATENT_SCHEMA, Latents, SolverState, check_seed, check_step
 from .whole_file import whole_file
 
 FORMAT = "magi2-latents"
+LEAST_FPS, MOST_FPS = 0.1, 480.0
 MAX_DRAWS = 8
 """A run draws three times (video, audio, refiner)."""
 
@@ -41,24 +42,32 @@ def load_latents(path: Path) -> Latents:
     try:
         with safe_open(str(path), framework="pt") as handle:
             metadata = handle.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise RequestError(f"{path} is not a latent file of this pack.")
-            if int(metadata.get("schema", 0)) > LATENT_SCHEMA:
-                raise RequestError(
-                    f"{path} has latent schema {metadata['schema']}, this version reads up to {LATENT_SCHEMA}. Update ComfyUI-MAGI2."
-                )
-            latents = from_message(json.loads(metadata["header"]), {key: handle.get_tensor(key) for key in handle.keys()})
+            _check_format(path, metadata)
+            header, tensors = json.loads(metadata["header"]), {key: handle.get_tensor(key) for key in handle.keys()}
     except KeyError as error:
         raise RequestError(f"latent file {path} cannot be read: it has no {error}.") from None
-    except (OSError, SafetensorError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise RequestError(f"latent file {path} cannot be read: {error}.") from None
-    if not isinstance(latents, Latents):
-        raise RequestError(f"{path} holds a {type(latents).__name__}, expected latents.")
     try:
+        latents = from_message(header, tensors)
+        if not isinstance(latents, Latents):
+            raise RequestError(f"it holds a {type(latents).__name__}, expected latents.")
         check_latents(latents)
     except RequestError as error:
         raise RequestError(f"latent file {path} is damaged: {error} Use an undamaged copy.") from None
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RequestError(f"latent file {path} is damaged: its header cannot be understood ({error}). Use an undamaged copy.") from None
     return latents
+
+
+def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
+    """Raises RequestError on a file of something else, or of a newer version."""
+    if metadata.get("format") != FORMAT:
+        raise RequestError(f"{path} is not a latent file of this pack.")
+    if int(metadata.get("schema", 0)) > LATENT_SCHEMA:
+        raise RequestError(
+            f"{path} has latent schema {metadata['schema']}, this version reads up to {LATENT_SCHEMA}. Update ComfyUI-MAGI2."
+        )
 
 
 def check_latents(latents: Latents) -> None:
@@ -73,7 +82,7 @@ def check_latents(latents: Latents) -> None:
     _check_tensor("video", latents.video, video)
     _check_tensor("audio", latents.audio, (1, None, shapes.AUDIO_CHANNELS))
     fps = latents.fps
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not math.isfinite(fps) or fps <= 0:
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not math.isfinite(fps) or not LEAST_FPS <= fps <= MOST_FPS:
         raise RequestError(f"fps is {fps!r}.")
     check_seed(latents.seed)
     if latents.noise not in ("cpu", "device"):
@@ -114,7 +123,8 @@ def _check_solver(state: Any, latents: Latents) -> None:
     if not isinstance(state, SolverState):
         raise RequestError("solver is no solver state.")
     check_steps(state.num_inference_steps)
-    if type(state.step) is not int or not 0 <= state.step < state.num_inference_steps or type(state.order) is not int:
+    depth = min(2, state.step) if type(state.step) is int else 0
+    if not 0 < depth <= state.step < state.num_inference_steps or type(state.order) is not int or not 1 <= state.order <= depth:
         raise RequestError(f"solver is at step {state.step!r} of {state.num_inference_steps}, order {state.order!r}.")
     if type(state.shift) not in (int, float) or not 0 < state.shift < math.inf:
         raise RequestError(f"solver shift is {state.shift!r}.")
@@ -127,5 +137,7 @@ def _check_solver(state: Any, latents: Latents) -> None:
                 _check_tensor(f"solver {group} {name}", item, tuple(getattr(latents, name).shape))
     if set(state.sample) != {"video", "audio"}:
         raise RequestError("solver sample lacks video or audio.")
-    if not all(isinstance(value, tuple) for value in state.history.values()):
-        raise RequestError("solver history is no list.")
+    if set(state.previous) != {"video", "audio"} or set(state.history) != {"video", "audio"}:
+        raise RequestError("solver history lacks video or audio.")
+    if not all(isinstance(value, tuple) and len(value) == depth for value in state.history.values()):
+        raise RequestError(f"solver history is no list of {depth}, as at step {state.step}.")

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_PARTY = {"magi2_core": ROOT / "magi2_core", "magi2_kernels": ROOT / "kernels", "magi2_nodes": ROOT / "nodes"}
 
-LEAVES = {"request", "latent_file", "config", "errors", "env", "device", "shapes", "trained", "whole_file"}
+LEAVES = {"request", "latent_file", "config", "config_values", "errors", "env", "device", "shapes", "trained", "whole_file"}
 """Modules at the top of magi2_core that everybody may import; they import the standard library, torch and each other."""
 
 BELOW = {

@@ -79,7 +79,7 @@ TABLE = [
     ("output_not_mp4", [*PROMPT, "--output", "{folder}/clip.avi"], 2, "must end in .mp4"),
     ("wav_not_wav", [*PROMPT, "--wav", "{folder}/sound.mp3"], 2, "must end in .wav"),
     ("output_is_a_folder", [*PROMPT, "--output", "{mp4_folder}"], 5, "is a folder. Name a file in it"),
-    ("output_below_a_file", [*PROMPT, "--output", "{text}/clip.mp4"], 5, "cannot be written"),
+    ("output_below_a_file", [*PROMPT, "--output", "{text}/clip.mp4"], 5, "is a file, or lies below one"),
     ("checkpoint_absent", [*PROMPT, "--checkpoint", "nowhere"], 3, "checkpoint 'nowhere' was not found (found: nano)"),
     ("component_absent", [*PROMPT, "--checkpoint", "{no_turbo}"], 3, "turbo (decodes the video): no turbo_vae/"),
     ("shard_absent", [*PROMPT, "--checkpoint", "{no_shard}"], 3, "preview (makes the clip): no preview/model-00002-of-00002.safetensors"),

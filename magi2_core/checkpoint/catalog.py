@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magi2_core import env
-from magi2_core.config import read_json
+from magi2_core.config_values import read_json
 from magi2_core.errors import CheckpointError, RequestError
 
 REPOSITORY = "sand-ai/MAGI-2-preview"

@@ -14,12 +14,15 @@ from torch import nn
 
 from magi2_core.audio.oobleck import PREFIX as OOBLECK_PREFIX
 from magi2_core.audio.oobleck import OobleckConfig, OobleckDecoder, load_oobleck_state
-from magi2_core.config import PreviewConfig, RefinerConfig, WanVAEConfig, read_json
+from magi2_core.config import PreviewConfig, RefinerConfig, WanVAEConfig
+from magi2_core.config_values import read_json
 from magi2_core.device import default_dtype
 from magi2_core.errors import CheckpointError, Interrupted
 from magi2_core.model.preview import PreviewTransformer
 from magi2_core.model.refiner import RefinerTransformer
+from magi2_core.model.window import check_window
 from magi2_core.request import Progress
+from magi2_core.shapes import AUDIO_CHANNELS, VIDEO_CHANNELS
 from magi2_core.text.encoder import TextEncoder
 from magi2_core.text.weights import PREFIX
 from magi2_core.vae.turbo import TurboConfig, TurboVAED, load_turbo_state
@@ -60,12 +63,30 @@ def _sound(path: Path) -> Iterator[None]:
 
 def preview_config(root: Path) -> PreviewConfig:
     """Sizes of the preview transformer of the checkpoint folder `root`."""
-    return _config(root, "preview", PreviewConfig(), PreviewConfig.from_dict)
+    config = _config(root, "preview", PreviewConfig(), PreviewConfig.from_dict)
+    _check_channels("preview", config.video_in_channels, config.audio_in_channels)
+    return config
+
+
+def _check_channels(component: str, video: int, audio: int) -> None:
+    """Raises CheckpointError when a transformer's latents are not those that the decoders take."""
+    if (video, audio) != (VIDEO_CHANNELS, AUDIO_CHANNELS):
+        raise CheckpointError(
+            f"{component}: config.json says video_in_channels {video} and audio_in_channels {audio}; latents of this model have "
+            f"{VIDEO_CHANNELS} and {AUDIO_CHANNELS}."
+        )
 
 
 def refiner_config(root: Path) -> RefinerConfig:
     """Sizes of the refiner of the checkpoint folder `root`."""
-    return _config(root, "refiner", RefinerConfig(), lambda values, where: RefinerConfig.from_dict(values, where))
+    config = _config(root, "refiner", RefinerConfig(), lambda values, where: RefinerConfig.from_dict(values, where))
+    _check_channels("refiner", config.video_in_channels, config.audio_in_channels)
+    if (config.patch_size, config.t_patch_size) != (1, 1):
+        raise CheckpointError(
+            f"refiner: config.json says patch_size {config.patch_size} and t_patch_size {config.t_patch_size}; the refiner is built for 1 and 1."
+        )
+    check_window(config.window)
+    return config
 
 
 def wan_config(root: Path) -> WanVAEConfig:
@@ -95,10 +116,8 @@ def _require(component: str, root: Path) -> Path:
     return Path(root) / LAYOUTS[component].folder
 
 
-def _stored_dtypes(component: str, params_dtype: str, build: Callable[[torch.dtype], nn.Module]) -> DtypeRule:
+def _stored_dtypes(params_dtype: str, build: Callable[[torch.dtype], nn.Module]) -> DtypeRule:
     """The dtypes the files must have: those of the module built in the checkpoint's own `params_dtype`."""
-    if params_dtype not in PARAMS_DTYPES:
-        raise CheckpointError(f"{component}: config.json says params_dtype {params_dtype!r}, expected one of {', '.join(PARAMS_DTYPES)}.")
     with torch.device("meta"):
         return file_dtypes(build(PARAMS_DTYPES[params_dtype]))
 
@@ -124,7 +143,7 @@ def load_preview(
         lambda: PreviewTransformer(config, chosen),
         files,
         device=device,
-        dtype_of=_stored_dtypes("preview", config.params_dtype, lambda kind: PreviewTransformer(config, kind)),
+        dtype_of=_stored_dtypes(config.params_dtype, lambda kind: PreviewTransformer(config, kind)),
         slices=expert_slices(config.moe, expert_rank, expert_size),
         progress=progress,
         should_stop=should_stop,
@@ -147,7 +166,7 @@ def load_refiner(
         lambda: RefinerTransformer(config, chosen),
         files,
         device=device,
-        dtype_of=_stored_dtypes("refiner", config.params_dtype, lambda kind: RefinerTransformer(config, kind)),
+        dtype_of=_stored_dtypes(config.params_dtype, lambda kind: RefinerTransformer(config, kind)),
         progress=progress,
         should_stop=should_stop,
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi2_core.config import read_json
+from magi2_core.config_values import read_json
 from magi2_core.errors import CheckpointError
 
 from .catalog import INDEX_FILE, weight_files

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from magi2_core.config import read_json
+from magi2_core.config_values import read_json
 from magi2_core.errors import CheckpointError, Interrupted
 from magi2_core.request import Progress
 from magi2_core.whole_file import whole_file

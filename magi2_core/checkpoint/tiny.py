@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from magi2_core.audio.oobleck import OobleckConfig, OobleckDecoder
-from magi2_core.config import MoEConfig, PreviewConfig, RefinerConfig, WanVAEConfig, read_json
+from magi2_core.config import MoEConfig, PreviewConfig, RefinerConfig, WanVAEConfig
+from magi2_core.config_values import read_json
 from magi2_core.errors import CheckpointError, OutputError, RequestError
 from magi2_core.model.preview import PreviewTransformer
 from magi2_core.model.refiner import RefinerTransformer
@@ -81,8 +82,6 @@ class TinySizes:
             ),
         )
         config.check(where="make-tiny")
-        if config.dense_intermediate == 0:
-            raise CheckpointError(f"make-tiny: hidden_size {self.hidden_size} gives an empty dense MLP, use at least 48.")
         return config
 
     def refiner(self) -> RefinerConfig:

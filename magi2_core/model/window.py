@@ -21,7 +21,8 @@ def _uses_blocks(window: WindowConfig) -> bool:
     return window.mode == "window" and window.level == "block"
 
 
-def _check(window: WindowConfig) -> None:
+def check_window(window: WindowConfig) -> None:
+    """Raises CheckpointError on a mode that is not defined."""
     if window.mode == "dense":
         return
     if window.level not in ("block", "frame"):
@@ -45,7 +46,7 @@ def token_order(size: Grid, tail: int, window: WindowConfig) -> Tensor:
 
     Args: size: video grid (T, h, w) in tokens; tail: tokens after the video.
     """
-    _check(window)
+    check_window(window)
     frames, height, width = size
     video = frames * height * width
     if not _uses_blocks(window):
@@ -109,7 +110,7 @@ def window_layout(size: Grid, tail: int, window: WindowConfig, ref_video: int = 
     Args: size: video grid (T, h, w) in tokens; tail: every token after the video; ref_video: how many of them are
     reference-video tokens (only checked: dense mode with a frame window does not define them).
     """
-    _check(window)
+    check_window(window)
     frames, height, width = size
     if _uses_blocks(window):
         grid = block_grid(size, window)

@@ -16,6 +16,7 @@ from magi2_core.device import synchronize
 from magi2_core.errors import Interrupted
 from magi2_core.request import GuidanceOptions, Progress, SolverState
 
+from .finite import check_finite
 from .guidance import guided_velocity, video_scale
 from .schedule import flow_schedule
 from .unipc import FlowUniPC
@@ -62,7 +63,7 @@ def start_state(steps: int, shift: float, video: Tensor, audio: Tensor | None) -
 def denoise(model: VelocityModel, state: SolverState, options: DenoiseOptions, hooks: DenoiseHooks) -> SolverState:
     """Runs from `state` to the last step, or to `options.stop_after`, and returns the state there (tensors on the model's device).
 
-    Raises Interrupted when `hooks.should_stop` says so at a step boundary, after `hooks.on_cut`.
+    Raises Interrupted when `hooks.should_stop` says so at a step boundary, after `hooks.on_cut`; CheckpointError when latents stop being numbers.
     """
     schedule = flow_schedule(state.num_inference_steps, state.shift)
     total = schedule.num_inference_steps
@@ -84,6 +85,7 @@ def denoise(model: VelocityModel, state: SolverState, options: DenoiseOptions, h
             guided["audio"] = guided_velocity(sample["audio"], velocities.audio_cond, velocities.audio_uncond, scale, options.guidance)
         sample = {name: solvers[name].step(guided[name], sample[name]) for name in sample}
         synchronize(sample["video"].device)
+        check_finite(sample, f"{options.stage}: after step {step + 1} of {total}")
         marks.append(time.perf_counter())
         hooks.progress(_progress(step + 1, total, options, marks, solvers["video"].history[-1]))
     return _state(state, last, sample, solvers)

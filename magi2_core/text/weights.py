@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from magi2_core.config import read_json
+from magi2_core.config_values import read_json
 from magi2_core.errors import CheckpointError
 
 PREFIX = "model.language_model."

@@ -65,11 +65,20 @@ def frames_to_uint8(video: Tensor) -> Tensor:
     """Decoded video to bytes, truncating as the release does.
 
     Args: video [1, 3, T, H, W], any float dtype, nominal [-1, 1]. Returns uint8 [T, H, W, 3] on the same device.
+
+    Raises CheckpointError on values that are not numbers, which would be black.
     """
     frames = video[0].permute(1, 2, 3, 0)
     out = torch.empty(frames.shape, dtype=torch.uint8, device=video.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=video.device)
     for index, frame in enumerate(frames):  # one frame at a time: the fp32 copy of a 1080p clip would be 6 GB
+        wrong += frame.isnan().any()
         out[index] = (frame.float() * 0.5).add_(0.5).clamp_(0, 1).mul_(255)
+    if int(wrong):
+        raise CheckpointError(
+            f"the video decoder made {int(wrong)} of {len(frames)} frames with values that are not numbers. Its weights or the latents are "
+            "damaged: python -m magi2_core doctor --verify checks the files."
+        )
     return out
 
 

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from magi2_core.config import read_json
+from magi2_core.config_values import read_json
 from magi2_core.errors import CheckpointError
 
 from .blocks import LATENT_MEAN

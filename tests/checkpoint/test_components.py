@@ -228,7 +228,7 @@ def test_load_preview_config_with_other_sizes(nano_copy):
     with pytest.raises(CheckpointError, match=r"W_.*: shape is \[32, .*expected .*config.json"):
         components.load_preview(nano_copy, device="cpu")
     path.write_text(path.read_text().replace("bfloat16", "int4"))
-    with pytest.raises(CheckpointError, match="params_dtype 'int4'"):
+    with pytest.raises(CheckpointError, match="params_dtype is 'int4'"):
         components.load_preview(nano_copy, device="cpu")
 
 
@@ -271,12 +271,35 @@ def test_check_component_of_the_released_layout(tmp_path, toy, name, shards, cou
     [
         ("preview", "attn_softcap", "x", "holds a value of a wrong kind"),
         ("preview", "moe_config", [1], r"moe_config is \[1\], expected an object"),
-        ("preview", "num_layers", 10**30, "holds a value of a wrong kind"),
+        ("preview", "num_layers", 10**30, "num_layers is 1000000000000000000000000000000, expected 1 to 1000"),
+        ("preview", "num_layers", 2**31, "num_layers is 2147483648, expected 1 to 1000"),
+        ("preview", "num_layers", True, "num_layers is True, expected int"),
+        ("preview", "hidden_size", 10**30, "hidden_size is 10+, expected 1 to 1048576"),
+        ("preview", "time_channels", -1, "time_channels is -1, expected 1 to 1048576"),
+        ("preview", "time_channels", 17, "time_channels 17 is odd"),
+        ("preview", "sinkhorn_iterations", 10**9, "sinkhorn_iterations is 1000000000, expected 0 to 1000"),
+        ("preview", "intermediate_factor", float("nan"), "intermediate_factor is nan, expected"),
+        ("preview", "intermediate_factor", 0.5, "gives the dense MLP no channel"),
+        ("preview", "attn_gating", {"enable": "7"}, "attn_gating.enable is '7'"),
+        ("preview", "moe_config", {"route_scale": float("nan")}, "route_scale is nan, expected"),
+        ("preview", "moe_config", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0, expected"),
+        ("preview", "moe_config", {"split_merge_intermediate_size": -3}, "split_merge_intermediate_size is -3, expected"),
+        ("preview", "video_in_channels", 16, "video_in_channels 16 and audio_in_channels 64; latents of this model have 48 and 64"),
+        ("preview", "params_dtype", "float64", "params_dtype is 'float64', expected one of bfloat16, float32"),
         ("preview", "mhc_config", {"num_stream": None}, "holds a value of a wrong kind"),
-        ("preview", "head_dim", 0, "head_dim is 0, expected at least 1"),
+        ("preview", "head_dim", 0, "head_dim is 0, expected 1 to"),
         ("preview", "intermediate_factor", "4", "intermediate_factor is '4', expected float"),
-        ("refiner", "arch", 5, "holds a value of a wrong kind"),
-        ("refiner", "data_proxy", ["a"], "holds a value of a wrong kind"),
+        ("refiner", "arch", 5, "arch is 5, expected an object"),
+        ("refiner", "arch", {"num_layers": 2**31}, "num_layers is 2147483648, expected 1 to 1000"),
+        ("refiner", "arch", {"local_attn_layers": [99]}, "local_attn_layers has 99, expected layers 0 to"),
+        ("refiner", "arch", {"post_norm_layers": ["0"]}, "post_norm_layers has '0'"),
+        ("refiner", "data_proxy", ["a"], r"data_proxy is \['a'\], expected an object"),
+        ("refiner", "data_proxy", {"patch_size": 0}, "patch_size is 0, expected 1 to"),
+        ("refiner", "data_proxy", {"patch_size": 2}, "the refiner is built for 1 and 1"),
+        ("refiner", "data_proxy", {"spatial_rope_interpolation": "7"}, "spatial_rope_interpolation is '7'"),
+        ("refiner", "data_proxy", {"attn_config": {"mode": "window", "block_t_size": 0}}, "block_t_size is 0, expected 1 to"),
+        ("refiner", "data_proxy", {"attn_config": {"mode": "window", "block_h_radius": -1}}, "block_h_radius is -1, expected 0 to"),
+        ("refiner", "data_proxy", {"attn_config": {"mode": "window", "window": {"level": "7"}}}, "attention window level is '7'"),
     ],
 )
 def test_config_value_of_a_wrong_kind(nano_folder, tmp_path, name, key, value, message):

@@ -154,7 +154,7 @@ def test_make_tiny_refuses_the_pack_and_files(tmp_path):
         ({"experts": 0}, "experts is 0"),
         ({"shards": 9999}, "9999 shards for"),
         ({"refiner_groups": 3}, "do not divide"),
-        ({"hidden_size": 32, "head_dim": 8}, "empty dense MLP"),
+        ({"hidden_size": 32, "head_dim": 8}, "gives the dense MLP no channel"),
         ({"hidden_size": 3072, "head_dim": 128, "experts": 256, "expert_size": 1280}, "at most 2 GB"),
     ],
 )

@@ -270,7 +270,9 @@ def test_latents_that_share_memory_are_saved_once(nano: Pipeline, conditioning: 
     part = nano.sample(small(conditioning, stop_after=2))
     base = torch.arange(part.audio.numel() + 64, dtype=torch.float32)
     view = base[64:].view(part.audio.shape)
-    sharing = replace(part, audio=view, solver=replace(part.solver, previous={"audio": base[:-64].view(part.audio.shape)}))
+    sharing = replace(
+        part, audio=view, solver=replace(part.solver, previous=part.solver.previous | {"audio": base[:-64].view(part.audio.shape)})
+    )
     save_latents(sharing, tmp_path / "shared.safetensors")
     read = load_latents(tmp_path / "shared.safetensors")
     assert torch.equal(read.audio, view) and torch.equal(read.solver.previous["audio"], base[:-64].view(part.audio.shape))

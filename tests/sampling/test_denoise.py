@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from magi2_core.errors import Interrupted
+from magi2_core.errors import CheckpointError, Interrupted
 from magi2_core.request import Progress, SolverState, from_message, to_message
 from magi2_core.sampling.denoise import DenoiseHooks, DenoiseOptions, denoise, start_state
 from magi2_core.sampling.schedule import flow_schedule
@@ -108,3 +108,18 @@ def test_denoise_progress_and_previews() -> None:
     assert [event.preview is not None for event in events] == [False, True, False, True, True]
     assert events[-1].eta_seconds == 0 and all(event.seconds_per_step > 0 for event in events)
     assert torch.equal(events[-1].preview, final.sample["video"])
+
+
+@pytest.mark.parametrize("name", ["video", "audio"])
+def test_denoise_stops_at_the_first_latents_that_are_not_numbers(name: str) -> None:
+    class Broken(Wavy):
+        def __call__(self, video: torch.Tensor, audio: torch.Tensor | None, timestep: int) -> Pair:
+            pair = super().__call__(video, audio, timestep)
+            if len(self.seen) == 3:
+                getattr(pair, f"{name}_cond").view(-1)[5] = torch.nan
+            return pair
+
+    model = Broken()
+    with pytest.raises(CheckpointError, match=f"after step 3 of 7, 1 of [0-9]+ {name} latents are not numbers"):
+        denoise(model, start(7), OPTIONS, DenoiseHooks())
+    assert len(model.seen) == 3

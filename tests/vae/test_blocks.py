@@ -119,3 +119,10 @@ def test_read_torch_file_runs_no_code(tmp_path):
 def test_check_tensors_refuses(state, tmp_path):
     with pytest.raises(CheckpointError, match="video VAE"):
         check_tensors(state, "video VAE", tmp_path / "x.pth")
+
+
+def test_frames_to_uint8_refuses_what_is_not_a_number():
+    video = torch.zeros(1, 3, 4, 2, 2)
+    video[0, 1, 2, 0, 1] = torch.nan
+    with pytest.raises(CheckpointError, match="made 1 of 4 frames with values that are not numbers"):
+        frames_to_uint8(video)
