@@ -126,6 +126,11 @@ class BlockLayout:
         Args: block_sizes int [N] in tokens; query_blocks, key_blocks int [P]; tail: tokens after the last block.
         """
         count = block_sizes.numel()
+        pairs = torch.cat([query_blocks.long(), key_blocks.long()])
+        if not ((pairs >= 0) & (pairs < count)).all():
+            raise ValueError(f"pairs name blocks {int(pairs.min())} to {int(pairs.max())}, there are 0 to {count - 1}.")
+        if tail < 0 or (block_sizes < 0).any():
+            raise ValueError("a block or the tail has a negative size.")
         zero = block_sizes.new_zeros(1, dtype=torch.int64)
         offsets = torch.cat([zero, block_sizes.long().cumsum(0)])
         order = torch.argsort(query_blocks.long() * max(count, 1) + key_blocks.long())

@@ -34,6 +34,8 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale:
     queries, keys, values = (x.transpose(0, 1).to(work) for x in (q, k, v))
     out = torch.empty_like(q)
     for start, stop, ranges in zip(layout.offsets, layout.offsets[1:], layout.key_ranges, strict=False):
+        if start == stop:
+            continue
         seen_keys, seen_values = (torch.cat([x[:, a:b] for a, b in ranges], dim=1) for x in (keys, values))
         out[start:stop] = _attend(queries[:, start:stop], seen_keys, seen_values, scale).transpose(0, 1).to(q.dtype)
     first = layout.offsets[-1]

@@ -111,6 +111,10 @@ def _check_mix(
         weight_blocks(name, weight, segments if weight.shape[0] != block else None, block)
     if tuple(weights.phi.shape) != (n * channels, n * (n + 2)):
         raise ValueError(f"phi has shape {tuple(weights.phi.shape)}, expected {(n * channels, n * (n + 2))}.")
+    numbers = {"alpha_pre": 1, "alpha_post": 1, "alpha_res": 1, "bias_pre": n, "bias_post": n, "bias_res": n * n}
+    for name, count in numbers.items():
+        if getattr(weights, name).numel() != count:
+            raise ValueError(f"{name} has {getattr(weights, name).numel()} numbers, expected {count} for {n} streams.")
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -264,7 +264,8 @@ def _run_connect_project(
 
 
 def _numbers(weights: "HyperWeights") -> list[Tensor]:
-    return [weights.alpha_pre, weights.alpha_post, weights.alpha_res, weights.bias_pre, weights.bias_post, weights.bias_res]
+    found = (weights.alpha_pre, weights.alpha_post, weights.alpha_res, weights.bias_pre, weights.bias_post, weights.bias_res)
+    return [numbers.contiguous() for numbers in found]
 
 
 def _parts(packed: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,4 +77,11 @@ def multi_head_moe(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
     if tuple(routes.weights.shape[:2]) != (x.shape[1], x.shape[0]):
         heads, tokens, _ = routes.weights.shape
         raise ValueError(f"the routes are of {tokens} tokens and {heads} heads, x has {x.shape[0]} tokens and {x.shape[1]} heads.")
+    if routes.order.shape != (routes.weights.numel(),) or not routes.order.is_contiguous() or experts % max(1, x.shape[1]):
+        raise ValueError(
+            f"routes have an order of shape {tuple(routes.order.shape)} and {experts} experts; expected [{routes.weights.numel()}], contiguous, "
+            f"and as many experts for each of {x.shape[1]} heads: make them with sort_routes."
+        )
+    if weights.w13 is not None and tuple(weights.w13.shape) != (experts, x.shape[2], 2 * inner):
+        raise ValueError(f"weights.w13 has shape {tuple(weights.w13.shape)}, expected {(experts, x.shape[2], 2 * inner)}.")
     return implementation(__name__, FILES).multi_head_moe(x, routes, weights)

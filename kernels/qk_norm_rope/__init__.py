@@ -55,6 +55,8 @@ def qk_norm_rope(
     """
     for name, heads, weight in (("q", q, q_weight), ("k", k, k_weight)):
         check_rank(name, heads, 3)
+        if heads.shape[1] == 0:
+            raise ValueError(f"{name} has no head: leave it out.")
         if (heads.shape[0], heads.shape[2]) != (q.shape[0], q.shape[2]):
             raise ValueError(f"k has shape {tuple(k.shape)}, expected the {q.shape[0]} rows and the head width {q.shape[2]} of q.")
         check_rows(name, heads, segments)

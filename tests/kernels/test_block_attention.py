@@ -124,3 +124,24 @@ def test_block_attention_heads_do_not_divide(choice: str) -> None:
     q, k, v = _qkv(2, groups=3)
     with pytest.raises(ValueError, match="must divide the 4"):
         block_attention(q, k, v, _layout(2))
+
+
+def test_block_attention_empty_block(choice: str) -> None:
+    q, k, v = (torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    layout = BlockLayout.from_pairs(torch.tensor([0, 4]), torch.tensor([0, 1]), torch.tensor([1, 1]), 0)
+    plain = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
+    torch.testing.assert_close(block_attention(q, k, v, layout), plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys", "tail", "says"),
+    [
+        ([2, 2], [0, 7], 0, "blocks 0 to 7"),
+        ([2, 2], [0, -1], 0, "blocks -1"),
+        ([2, -2], [0, 1], 0, "negative"),
+        ([2, 2], [0, 1], -1, "negative"),
+    ],
+)
+def test_layout_of_blocks_that_are_not_there(sizes: list[int], keys: list[int], tail: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        BlockLayout.from_pairs(torch.tensor(sizes), torch.tensor([0, 1]), torch.tensor(keys), tail)

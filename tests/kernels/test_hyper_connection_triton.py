@@ -1,6 +1,7 @@
 """The Triton hyper-connection against reference.py, on the GPU or in the interpreter: odd sizes, every setting, poisoned outputs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -275,3 +276,23 @@ def test_layer_prepare_folds_beside_the_checkpoint(triton_device: str) -> None:
     for name in ("streams", "branch"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), **LIMITS[torch.float32])
     torch.testing.assert_close(got.connected(), want.connected(), **LIMITS[torch.float32])
+
+
+def test_hyper_mix_numbers_may_be_strided_and_must_be_all_there(triton_device: str) -> None:
+    n, channels = 2, 8
+    streams = torch.randn(5, n, channels, generator=torch.Generator().manual_seed(0)).to(triton_device)
+    numbers = {
+        name: torch.randn(2 * count, generator=torch.Generator().manual_seed(count)).to(triton_device)[::2]
+        for name, count in (("alpha_pre", 1), ("alpha_post", 1), ("alpha_res", 1), ("bias_pre", n), ("bias_post", n))
+    }
+    phi = torch.randn(n * channels, n * (n + 2), generator=torch.Generator().manual_seed(9)).to(triton_device)
+    weights = HyperWeights(phi=phi, bias_res=torch.ones(n, n, device=triton_device).t(), **numbers)
+    norms = (torch.zeros(n * channels, device=triton_device), torch.zeros(channels, device=triton_device))
+    want, _ = hyper_mix(streams, weights, *norms)
+    with using("triton"):
+        got, _ = hyper_mix(streams, weights, *norms)
+        with pytest.raises(ValueError, match="bias_post has 1 numbers, expected 2"):
+            hyper_mix(streams, replace(weights, bias_post=numbers["bias_post"][:1]), *norms)
+        with pytest.raises(ValueError, match="alpha_pre has 0 numbers, expected 1"):
+            hyper_mix(streams, replace(weights, alpha_pre=numbers["alpha_pre"][:0]), *norms)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,7 @@
 """Routing and routed experts against loops over tokens and heads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,3 +114,10 @@ def test_multi_head_moe_wrong_weights_are_refused() -> None:
     weights = experts()
     with pytest.raises(ValueError, match=r"weights\.down"):
         multi_head_moe(rand(S, G, D), sort_routes(chosen(), E), ExpertWeights(weights.gate, weights.up, weights.gate))
+
+
+def test_multi_head_moe_wrong_routes_are_refused() -> None:
+    weights, routes = experts(), sort_routes(chosen(), E)
+    for order in (routes.order[:-1], torch.stack([routes.order, routes.order], 1)[:, 0], routes.order[None]):
+        with pytest.raises(ValueError, match="make them with sort_routes"):
+            multi_head_moe(rand(S, G, D), replace(routes, order=order), weights)
