@@ -142,6 +142,7 @@ def start_head(spec: BackendSpec, name: str, folder: Path) -> Child:
     Raises the head's own error when it says one, BackendDiedError with the end of its log otherwise.
     """
     log = folder / "logs" / f"{name}.log"
+    runtime.check_room(folder, 0, "the start of a fleet")
     arguments = ["--spec", spec.to_json(), "--name", name, "--folder", str(folder)]
     before = log.stat().st_size if log.is_file() else 0
     child = start_child("head", "magi2_core.backend.head", arguments, log=log, detached=spec.mode == "keep")

@@ -206,7 +206,7 @@ def check_room(folder: Path, wanted: int, what: str) -> None:
     free = free_bytes(folder)
     if free < wanted + SPARE_BYTES:
         raise OutputError(
-            f"{what} needs {wanted / 1e6:.0f} MB in {folder}, {free / 1e6:.0f} MB are free. Free space, or set MAGI2_RUNTIME_DIR to a "
+            f"{what} needs {-(-(wanted + SPARE_BYTES) // 10**6)} MB in {folder}, {free // 10**6} MB are free. Free space, or set MAGI2_RUNTIME_DIR to a "
             "folder on a larger disk."
         )
 

@@ -71,10 +71,17 @@ def _check_pixels(path: Path, width: int, height: int) -> None:
 
 
 def _to_rgb(image: "Image") -> "Image":
-    """RGB with 8 bits. Pillow clips grey of more bits at 255: where that would cut anything off, it is scaled from 16 bits instead."""
+    """RGB with 8 bits. Pillow clips grey of more bits at 255: where that would cut anything off, it is scaled from 16 bits instead,
+    and floating-point grey from 0 to 1 is scaled to 255."""
     if image.mode.startswith("I") and (grey := np.asarray(image).astype(np.int64)).max() > 255:
         grey >>= 8
         return load_package("PIL.Image").fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        values = np.asarray(image)
+        if not np.isfinite(values).all():
+            raise ValueError("it holds values that are not numbers")
+        if values.max() <= 1.0:
+            return load_package("PIL.Image").fromarray(np.round(values.clip(0, 1) * 255).astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
 
 

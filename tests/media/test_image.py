@@ -41,6 +41,18 @@ def test_load_image_keeps_grey_of_8_bits_in_a_wider_file(tmp_path: Path, mode: s
     assert image.load_image(tmp_path / "wide.tif").unique().tolist() == [199]
 
 
+@pytest.mark.parametrize(("value", "grey"), [(0.5, 128), (1.0, 255), (0.0, 0), (199.0, 199)])
+def test_load_image_floating_point_grey(tmp_path: Path, value: float, grey: int) -> None:
+    Image.new("F", (4, 4), value).save(tmp_path / "float.tif")
+    assert image.load_image(tmp_path / "float.tif").unique().tolist() == [grey]
+
+
+def test_load_image_floating_point_that_is_no_number(tmp_path: Path) -> None:
+    Image.new("F", (4, 4), float("nan")).save(tmp_path / "nan.tif")
+    with pytest.raises(RequestError, match="values that are not numbers"):
+        image.load_image(tmp_path / "nan.tif")
+
+
 def test_load_image_turns_by_exif(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
