@@ -17,7 +17,7 @@ from magi2_core.checkpoint.manifest import checkpoint_hash
 from magi2_core.commands import fleet
 from magi2_core.errors import Interrupted
 from magi2_core.media import mux
-from magi2_core.request import Latents, save_latents
+from magi2_core.request import Latents, SolverState, save_latents
 
 PROMPT = ["--prompt", "a red circle moves to the right over a blue background, low hum"]
 
@@ -188,6 +188,19 @@ def test_generate_latents_of_another_checkpoint_are_named(
         save_latents(replace(small_latents(), checkpoint_hash=made_by), path)
         assert cli.main(["generate", "--from-latents", str(path), "--output", str(tmp_path / "clip.mp4")]) == 130
         assert ("another checkpoint than nano" in capsys.readouterr().err) is is_named
+
+
+def test_generate_resume_with_another_checkpoint_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "open_pipeline", lambda *_, **__: pytest.fail("something was loaded"))
+    latents, path = small_latents(), tmp_path / "cut.safetensors"
+    both = {"video": latents.video, "audio": latents.audio}
+    history = {name: (value,) for name, value in both.items()}
+    solver = SolverState(step=1, num_inference_steps=4, shift=7.0, sample=both, history=history, previous=both, order=1)
+    save_latents(replace(latents, solver=solver, checkpoint_hash="0" * 16, prompt="a red circle"), path)
+    assert cli.main(["generate", "--resume", str(path), "--output", str(tmp_path / "clip.mp4")]) == 2
+    assert "made with another checkpoint than nano. Name it: --checkpoint" in capsys.readouterr().err
 
 
 def test_generate_chosen_names_do_not_meet(tmp_path: Path, places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

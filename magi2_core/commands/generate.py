@@ -17,7 +17,7 @@ from typing import Any
 from magi2_core import env
 from magi2_core.checkpoint.manifest import is_made_by
 from magi2_core.config import GenerationDefaults
-from magi2_core.errors import EnhanceError, Interrupted, Magi2Error, OutputError
+from magi2_core.errors import EnhanceError, Interrupted, Magi2Error, OutputError, RequestError
 from magi2_core.media import mux
 from magi2_core.media.image import encode_jpeg
 from magi2_core.media.metadata import build_metadata
@@ -44,8 +44,13 @@ def run(options: argparse.Namespace) -> int:
     plan = make_plan(options)
     if plan.checkpoint.is_embedded and not options.checkpoint:
         say("No --checkpoint given: using the embedded nano, a small trained model of one moving shape with a sound (see README.md).")
-    made_by = None if plan.latents is None else plan.latents.checkpoint_hash
+    start = plan.latents or (plan.sample and plan.sample.resume)
+    made_by = start.checkpoint_hash if start else ""
     if made_by and not is_made_by(made_by, plan.checkpoint.path):
+        if options.resume:
+            raise RequestError(
+                f"--resume {options.resume}: made with another checkpoint than {plan.checkpoint.name}. Name it: --checkpoint."
+            )
         say(
             f"These latents were made with another checkpoint than {plan.checkpoint.name}: the clip may be noise (choose with --checkpoint)."
         )
