@@ -256,6 +256,7 @@ class RefinerConfig:
         layers = arch.get("num_layers", cls.num_layers)
         check_between(where, 1, MOST_LAYERS, num_layers=layers)
         arch.setdefault("local_attn_layers", list(range(layers)))
+        arch.setdefault("mm_layers", [layer for layer in cls.mm_layers if layer < layers])
         merged = {**arch, **{key: proxy[key] for key in ("patch_size", "t_patch_size", "spatial_rope_interpolation") if key in proxy}}
         holder = proxy if "attn_config" in proxy else values
         field = proxy.get("frame_receptive_field", values.get("frame_receptive_field"))

@@ -85,7 +85,7 @@ class BlockLayout:
 
     @cached_property
     def groups(self) -> tuple[BlockGroup, ...]:
-        """The blocks that have queries and see keys, sorted by how many."""
+        """The blocks that have queries, those with equally many queries and keys together."""
         members: dict[tuple[int, int], list[int]] = {}
         for block, ranges in enumerate(self.key_ranges):
             queries, keys = self.offsets[block + 1] - self.offsets[block], sum(stop - start for start, stop in ranges)

@@ -1,7 +1,8 @@
 """Block attention by the library's attention: blocks with equally many queries and keys go through it together.
 
 The keys of a block are copied out of the sequence once for all its query heads: the query heads that share a key head are laid
-end to end, which needs no mask, so that a product of 128 queries and a copied key becomes one of 512. Nothing waits for the device.
+end to end, which needs no mask, so that a product of 128 queries and a copied key becomes one of 512. Nothing waits for
+the device once the lists of the layout have been read.
 Legend: S tokens, H heads, Hkv key/value heads, Dh head width, B blocks at once.
 """
 
@@ -16,7 +17,7 @@ KEY_BYTES = 1 << 30
 """Of copied keys at once, and as much of values."""
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN, which prepares every size anew: the blocks at the borders of a clip have a hundred."""
+"""Without cuDNN, which prepares every size anew: a 1080p clip has 28 kinds of blocks."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
