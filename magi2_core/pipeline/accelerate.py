@@ -106,10 +106,11 @@ class CompiledForward:
     Another number of token runs does (with a picture, without a negative prompt): up to `MOST_GRAPHS` are kept."""
 
     def __init__(self, model: PreviewTransformer) -> None:
-        import torch._dynamo
+        from torch._dynamo import config
 
         self.model, self._failed = model, False
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # the older name
+        setattr(config, limit, max(getattr(config, limit), MOST_GRAPHS))
         for layer in model.block.layers:
             if layer._compiled_call_impl is None:
                 layer.compile(dynamic=True)
