@@ -331,3 +331,21 @@ def test_describe_names_stage_step_and_message() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3675, "1:01:15")])
 def test_clock_text(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
+
+
+def test_log_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MAGI2_LOG_LEVEL", "loud")
+    assert cli.main(["ps"]) == 2
+    assert "MAGI2_LOG_LEVEL=LOUD: use one of DEBUG, INFO" in capsys.readouterr().err
+    monkeypatch.setenv("MAGI2_LOG_LEVEL", "")
+    assert cli.main(["ps"]) == 0
+
+
+def test_doctor_tells_choices_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MAGI2_STEP", "bogus")
+    assert cli.main(["doctor", "--checkpoint", str(tmp_path / "absent")]) == 1
+    out = capsys.readouterr().out
+    assert "MISSING  launch of a preview step: MAGI2_STEP=bogus: use auto" in out and "attention of the preview: reference" in out
+    assert f"{tmp_path / 'absent'}: there is no such folder" in out

@@ -55,7 +55,7 @@ class BlockLayout:
         """N."""
         return self.block_offsets.numel() - 1
 
-    @cached_property
+    @property
     def tail(self) -> int:
         """Tokens after the last block."""
         return self.num_tokens - self.offsets[-1]

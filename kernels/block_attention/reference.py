@@ -38,7 +38,6 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale:
             continue
         seen_keys, seen_values = (torch.cat([x[:, a:b] for a, b in ranges], dim=1) for x in (keys, values))
         out[start:stop] = _attend(queries[:, start:stop], seen_keys, seen_values, scale).transpose(0, 1).to(q.dtype)
-    first = layout.offsets[-1]
-    if first < layout.num_tokens:
-        out[first:] = _attend(queries[:, first:], keys, values, scale).transpose(0, 1).to(q.dtype)
+    if layout.tail:
+        out[-layout.tail :] = _attend(queries[:, -layout.tail :], keys, values, scale).transpose(0, 1).to(q.dtype)
     return out

@@ -124,12 +124,13 @@ def _flex_function(compiled: bool) -> Any:
 def _flex_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from torch.nn.attention import flex_attention as module
 
-    if q.device.type == "cpu":  # uncompiled, which it warns of, is what is wanted there
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     function = _flex_function(q.device.type != "cpu")
     heads = (_heads_first(q), _heads_first(k), _heads_first(v))
-    if hasattr(module, "AuxRequest"):
-        out, found = function(*heads, scale=scale, return_aux=module.AuxRequest(lse=True))
-        return out[0].transpose(0, 1), found.lse[0]
-    out, lse = function(*heads, scale=scale, return_lse=True)  # torch before 2.9
-    return out[0].transpose(0, 1), lse[0]
+    with warnings.catch_warnings():
+        # On the CPU it is not compiled, on purpose.
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        if hasattr(module, "AuxRequest"):
+            out, found = function(*heads, scale=scale, return_aux=module.AuxRequest(lse=True))
+            return out[0].transpose(0, 1), found.lse[0]
+        out, lse = function(*heads, scale=scale, return_lse=True)  # torch before 2.9
+        return out[0].transpose(0, 1), lse[0]

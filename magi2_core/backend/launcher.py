@@ -177,10 +177,11 @@ def head_failure(log: Path, start: int, what: str) -> Exception:
     absent = re.findall(r"^ModuleNotFoundError: No module named '([\w.]+)'$", text, re.MULTILINE)
     if absent:
         python = env.worker_python()
-        where = f"MAGI2_PYTHON={python}" if python != env.own_python() else python
+        is_own = python == env.own_python()
         return DependencyError(
-            f"the processes run with {where}, which lacks the package {absent[-1]}. Install the pack's packages there: "
-            f'"{python}" -m pip install torch "transformers>=5.5" numpy -r requirements.txt, or unset MAGI2_PYTHON.'
+            f"the processes run with {python if is_own else f'MAGI2_PYTHON={python}'}, which lacks the package {absent[-1]}. Install the "
+            f'pack\'s packages there: "{python}" -m pip install torch "transformers>=5.5" numpy -r requirements.txt'
+            + ("." if is_own else ", or unset MAGI2_PYTHON.")
         )
     return BackendDiedError(f"{what}. Its log ({log}) ends with:\n{runtime.log_tail(log)}")
 

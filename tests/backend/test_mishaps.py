@@ -16,8 +16,8 @@ from magi2_core.backend import client as clients
 from magi2_core.backend import fleet as fleets
 from magi2_core.backend import runtime
 from magi2_core.backend.client import BackendClient, BackendSpec
-from magi2_core.backend.launcher import Child
-from magi2_core.errors import BackendDiedError
+from magi2_core.backend.launcher import Child, head_failure
+from magi2_core.errors import BackendDiedError, DependencyError, OutputError
 
 
 @pytest.fixture
@@ -101,3 +101,28 @@ def test_kept_head_that_does_not_answer_is_named(tiny: Path, place: Path, monkey
     monkeypatch.undo()
     first.shutdown()
     assert runtime.wait_gone([pid], 5)
+
+
+def test_head_in_a_python_without_packages_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "head.log"
+    log.write_text("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'safetensors'\n")
+    own = head_failure(log, 0, "the head ended")
+    assert isinstance(own, DependencyError) and "lacks the package safetensors" in str(own) and "MAGI2_PYTHON" not in str(own)
+    monkeypatch.setenv("MAGI2_PYTHON", "/elsewhere/python")
+    other = head_failure(log, 0, "the head ended")
+    assert "run with MAGI2_PYTHON=/elsewhere/python" in str(other) and "or unset MAGI2_PYTHON" in str(other)
+    assert isinstance(head_failure(log, log.stat().st_size, "the head ended"), BackendDiedError)  # an older start's error is not this one's
+
+
+def test_full_runtime_directory_is_told_before_a_head_starts(tiny: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "free_bytes", lambda folder: 3_000_000)
+    with pytest.raises(OutputError, match=r"the start of a fleet needs 17 MB in .*, 3 MB are free\. Free space, or set MAGI2_RUNTIME_DIR"):
+        BackendClient(BackendSpec(checkpoint=str(tiny), devices=("cpu",)), place).connect()
+    assert not list(place.rglob("*.log"))
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_runtime_directory_that_is_a_file(tmp_path: Path, below: bool) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"is a file, or lies below one\. Choose another with MAGI2_RUNTIME_DIR"):
+        runtime.prepare(tmp_path / "file" / "x" if below else tmp_path / "file")

@@ -1,7 +1,7 @@
 """Benchmarks on one GPU: `python tests/bench/run.py [--op NAME] [--shape 272p|540p|rank] [--upstream PATH] [--profile FILE] [--out FILE]`.
 
 An op whose check is red is refused. A line gives the median of at least 20 runs, the rate and its share of the ceilings measured in this run,
-and the ratio to reference.py (whose slow ops are timed less often; attention and routing are checked in float64 and have none); with a
+and the ratio to reference.py (whose slow ops are timed less often; attention, checked in float64, and routing, checked by its sets of experts, have none); with a
 checkout of the public reference also the ratio to its op in this run. `--op layer` is one MoE layer, `--op step` a whole step of 40 layers launched eagerly, compiled and as a graph.
 """
 

@@ -123,3 +123,10 @@ def test_fleet_step_on_gloo_ranks(tmp_path: Path) -> None:
     assert found["layout"] == "cp2ep2" and found["ranks"] == 2 and found["card"] == "cpu"
     row = found["shapes"]["share"]["eager"]
     assert row["runs"] == 3 and 0 < row["min"] <= row["ms"] <= row["max"] and row["difference"] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for machines without a GPU")
+@pytest.mark.parametrize("name", ["run", "verify"])
+def test_without_a_gpu_one_line_says_so(name: str) -> None:
+    result = subprocess.run([sys.executable, str(Path(__file__).parent / f"{name}.py")], capture_output=True, text=True)
+    assert result.returncode == 2 and "benchmarks need a GPU" in result.stderr and "Traceback" not in result.stderr

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from magi2_core.checkpoint.catalog import LAYOUTS
 from magi2_core.checkpoint.report import report_checkpoint
 from magi2_core.checkpoint.slices import expert_slices
 from magi2_core.config import PreviewConfig, RefinerConfig
+from magi2_core.config_values import read_json
 from magi2_core.errors import CheckpointError, Interrupted
 from magi2_core.model.preview import PreviewTransformer
 from magi2_core.model.refiner import RefinerTransformer
@@ -281,6 +283,7 @@ def test_check_component_of_the_released_layout(tmp_path, toy, name, shards, cou
         ("preview", "intermediate_factor", float("nan"), "intermediate_factor is nan, expected"),
         ("preview", "intermediate_factor", 0.5, "gives the dense MLP no channel"),
         ("preview", "attn_gating", {"enable": "7"}, "attn_gating.enable is '7'"),
+        ("preview", "attn_sinks", False, "attn_sinks is False, expected an object"),
         ("preview", "moe_config", {"route_scale": float("nan")}, "route_scale is nan, expected"),
         ("preview", "moe_config", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0, expected"),
         ("preview", "moe_config", {"split_merge_intermediate_size": -3}, "split_merge_intermediate_size is -3, expected"),
@@ -308,3 +311,19 @@ def test_config_value_of_a_wrong_kind(nano_folder, tmp_path, name, key, value, m
     path.write_text(json.dumps({**json.loads((nano_folder / name / "config.json").read_text()), key: value}))
     with pytest.raises(CheckpointError, match=message):
         getattr(components, f"{name}_config")(tmp_path)
+
+
+def test_config_values_that_may_be_null_or_at_the_top():
+    values = {"attn_softcap": None, "moe_config": {"split_merge_intermediate_size": None}}
+    assert PreviewConfig.from_dict(values) == PreviewConfig()
+    attention = {"mode": "dense"}
+    for said, wanted in ((None, 11), (3, 3)):
+        config = RefinerConfig.from_dict({"arch": {"num_layers": 4}, "attn_config": attention, "frame_receptive_field": said})
+        assert config.window.dense_frame_receptive_field == wanted and config.mm_layers == (0, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_config_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="is no file"):
+        read_json(tmp_path / "config.json")

@@ -198,6 +198,8 @@ def test_other_python_is_asked(start: Callable[..., Server], installation: Insta
     script(python, count, run)
     asked.unlink()
     assert_taken(server, graphs.to_file())
+    assert server.request("POST", "/magi2/release", {"force": True})[0] == 200
+    assert server.wait_gone(server.workers, 30) == {}
     assert set(refused(server, with_options(graphs.to_file(), layout="wide"))) == {"9"}
     assert asked.read_text() == "x\n"  # asked once
     python.unlink()

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 @pytest.fixture
 def triton_device(request: pytest.FixtureRequest) -> str:
     """Device string for the tensors of a Triton test; tests marked `gpu` are skipped without one."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
     if torch.cuda.is_available():
         return "cuda"
     if request.node.get_closest_marker("gpu"):

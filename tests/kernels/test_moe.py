@@ -121,3 +121,9 @@ def test_multi_head_moe_wrong_routes_are_refused() -> None:
     for order in (routes.order[:-1], torch.stack([routes.order, routes.order], 1)[:, 0], routes.order[None]):
         with pytest.raises(ValueError, match="make them with sort_routes"):
             multi_head_moe(rand(S, G, D), replace(routes, order=order), weights)
+
+
+def test_multi_head_moe_packed_weights_of_another_width_are_refused() -> None:
+    weights = experts()
+    with pytest.raises(ValueError, match=r"weights\.w13 has shape"):
+        multi_head_moe(rand(S, G, D), sort_routes(chosen(), E), replace(weights, w13=torch.zeros(G * E, D, 2)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from magi2_kernels.common.choice import using
 from magi2_kernels.moe_routing import Routes, TopK, sort_routes

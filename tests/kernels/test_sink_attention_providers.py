@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,3 +132,13 @@ def test_adapter_of_the_fa3_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     cu = torch.tensor(ENDS, dtype=torch.int32)
     out, lse = libraries.mate(q, k, v, cu, ENDS, 16**-0.5)
     assert error(out, want) < 1e-5 and error(lse.t(), want_lse) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "says"),
+    [((8, 0), "fa3", "needs a Hopper card"), ((7, 5), "cudnn", "compute capability 8"), ((7, 5), "flash", "compute capability 8")],
+)
+def test_resolve_older_cards_are_told_what_they_lack(capability: tuple[int, int], name: str, says: str) -> None:
+    card = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, head_dim=128, capability=capability)
+    with pytest.raises(RuntimeError, match=says):
+        resolve(name, card)

@@ -186,3 +186,17 @@ def test_norm_weights_are_read_by_their_strides_and_in_fp32(triton_device: str) 
 def test_qk_norm_rope_other_head_width_is_refused() -> None:
     with pytest.raises(ValueError, match="the head width 16 of q"):
         qk_norm_rope(torch.ones(3, 2, 16), torch.ones(3, 1, 8), torch.ones(16), torch.ones(8), torch.ones(3, 4))
+
+
+def test_qk_norm_rope_heads_too_far_apart_are_copied() -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    from magi2_kernels.qk_norm_rope.kernel import _dense
+
+    far = torch.empty_strided((3, 2, 16), (16, 2**31, 1), device="meta")
+    near = torch.empty_strided((3, 2, 16), (16, 2**30, 1), device="meta")
+    assert _dense(far).stride(1) == 16 and _dense(near).stride(1) == 2**30
+
+
+def test_qk_norm_rope_no_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="q has no head"):
+        qk_norm_rope(torch.ones(3, 0, 8), torch.ones(3, 1, 8), torch.ones(8), torch.ones(8), torch.ones(3, 4))

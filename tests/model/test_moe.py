@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from magi2_core.checkpoint.slices import Slice
-from magi2_core.config import PreviewConfig
-from magi2_core.model.moe import MultiHeadMoE
+from magi2_core.config import MoEConfig, PreviewConfig
+from magi2_core.model.moe import MoEMLP, MultiHeadMoE
 
 CONFIG = PreviewConfig(hidden_size=12, head_dim=6)
 CONFIG = replace(CONFIG, moe=replace(CONFIG.moe, num_heads=3, num_experts=2, top_k=1, expert_intermediate_size=5))
@@ -63,3 +63,12 @@ def test_place_weight_fills_one_tensor_of_the_size_a_rank_keeps() -> None:
     assert all(torch.equal(state[name], source[name][2:4]) for name in ("W_gate", "W_up"))
     assert module.W13.shape == (2, 4, 10)
     assert module.place_weight("W_down", (1, 1, 1), torch.float32, torch.device("cpu")) is None
+
+
+def test_moe_width_of_its_own() -> None:
+    """spec preview.md 1.2: split [w, C], merge [C, w], d_head = w / heads."""
+    moe = MoEConfig(num_heads=3, num_experts=4, top_k=2, moe_layers=(0,), expert_intermediate_size=8, split_merge_intermediate_size=24)
+    layer = MoEMLP(PreviewConfig(num_layers=1, hidden_size=48, head_dim=12, mm_layers=(), moe=moe), torch.float32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    assert shapes["split_linear.weight"] == (24, 48) and shapes["merge_linear.weight"] == (48, 24)
+    assert shapes["moe_mlp.gate"] == (12, 8) and shapes["moe_mlp.W_down"] == (12, 8, 8)

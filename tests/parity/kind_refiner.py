@@ -223,12 +223,12 @@ def _denoised(case, model: RefinerTransformer, prefix: str, shape: LatentShape, 
         found.update({f"{prefix}.step{step}.{name}": value for name, value in values.items() if value is not None})
         return result if audio is not None else replace(result, audio_cond=None, audio_uncond=None)
 
-    trick = {"start_frames": evaluation.get("cfg_trick_start_frame"), "start_frame_scale": evaluation.get("cfg_trick_value")}
+    said = case.guidance  # of the options the refiner has the trick alone
     options = DenoiseOptions(
         video_guidance=scale,
         audio_guidance=evaluation["magi2_refiner_audio_txt_guidance_scale"] if scale else 0.0,
         guidance=GuidanceOptions(
-            start_frame_trick=evaluation["use_cfg_trick"], **{name: value for name, value in trick.items() if value is not None}
+            start_frame_trick=said.start_frame_trick, start_frames=said.start_frames, start_frame_scale=said.start_frame_scale
         ),
         stage="refine",
     )

@@ -375,3 +375,19 @@ def test_choose_launch_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
         launch = choose_launch("auto", "auto", Target(device=CPU, dtype=torch.float32, head_dim=16), "reference", Groups.local())
     assert launch.step == "eager"
     assert [record.getMessage() for record in caplog.records] == ["kernels reference, attention reference (kernels reference), step eager"]
+
+
+def test_compiled_forward_makes_room_for_other_kinds_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import config
+
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    before = getattr(config, name)
+    try:
+        setattr(config, name, 8)
+        forward = accelerate.CompiledForward(SimpleNamespace(block=SimpleNamespace(layers=[])))
+        assert getattr(config, name) == accelerate.MOST_GRAPHS and forward.is_compiled
+        setattr(config, name, 1000)
+        accelerate.CompiledForward(forward.model)
+        assert getattr(config, name) == 1000  # the user's own larger one stays
+    finally:
+        setattr(config, name, before)

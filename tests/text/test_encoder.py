@@ -16,7 +16,7 @@ from magi2_core.text.caption import add_figure_line
 from magi2_core.text.encoder import TextEncoder, TextFeatures, build_model, figure_feature
 from magi2_core.text.weights import IGNORED, PREFIX
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="the text encoder's package is optional where only latents are decoded")
 
 PROMPT = "a red circle moves to the right over a blue background, low hum"
 SHARED = Path(os.environ.get("MAGI2_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))

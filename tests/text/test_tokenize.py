@@ -11,7 +11,7 @@ from magi2_core.errors import CheckpointError, DependencyError, RequestError
 from magi2_core.text.caption import add_figure_line
 from magi2_core.text.tokenize import count_tokens, load_tokenizer, require_transformers, tokenize_prompt
 
-tokenizers = pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers, which is optional where only latents are decoded")
 
 RED = "a red circle moves to the right over a blue background, low hum"
 RED_IDS = (67, 381, 317, 333, 300, 329, 367, 339, 262, 303, 274, 14, 378, 310)

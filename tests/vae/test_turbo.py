@@ -134,6 +134,7 @@ ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
         ({"state_dict": {"module.decoder.a": TWO, "module.encoder.x": ONE}}, 2),
         ({"decoder.a": TWO, "latents_mean": [0.5]}, 2),
         ({"module.a": ONE}, 1),
+        ({"module.a": ONE, "module.aligned_feature_projection_heads.0.weight": TWO, "latents_mean": [0.5], "latents_std": TWO}, 1),
     ],
 )
 def test_load_turbo_state_layouts(tmp_path, saved, value):
